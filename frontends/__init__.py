@@ -1,0 +1,1 @@
+"""Frontends: a TensorFlow graph, a file or a generator -> TrainingGraph."""

@@ -1,0 +1,75 @@
+"""Budgets: peak bytes on the device during the step, resident bytes included."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from optckpt.errors import BudgetError
+
+_UNITS = {
+    "": 1, "b": 1,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+_PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*|%)\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Either `bytes`, or a `fraction` of the plain step's peak (both resident included)."""
+
+    bytes: int | None = None
+    fraction: float | None = None
+
+    def resolve(self, plain_peak: int) -> int:
+        """The budget in bytes for a step whose plain peak is `plain_peak` bytes."""
+        if self.bytes is not None:
+            return self.bytes
+        assert self.fraction is not None
+        return round(self.fraction * plain_peak)
+
+    @classmethod
+    def parse(cls, value: Budget | int | float | str) -> Budget:
+        """Read a budget: an int of bytes, a float fraction (0 < f <= 1), "6GiB", "6 GB", "60%".
+
+        KB, MB, GB are powers of 1000; KiB, MiB, GiB and K, M, G powers of 1024.
+
+        Raises:
+            BudgetError: names the value and shows the accepted forms.
+        """
+        if isinstance(value, Budget):
+            return value
+        if not isinstance(value, bool):
+            if isinstance(value, int) or hasattr(value, "__index__"):
+                count = int(value)
+                if count > 0:
+                    return cls(bytes=count)
+            elif isinstance(value, float):
+                if 0 < value <= 1:
+                    return cls(fraction=value)
+                if value > 1 and value.is_integer():
+                    return cls(bytes=int(value))
+            elif isinstance(value, str):
+                match = _PATTERN.fullmatch(value)
+                if match:
+                    number, unit = float(match[1]), match[2].lower()
+                    if unit == "%" and 0 < number <= 100:
+                        return cls(fraction=number / 100)
+                    if unit in _UNITS and number * _UNITS[unit] >= 1:
+                        return cls(bytes=int(number * _UNITS[unit]))
+        raise BudgetError(
+            f"cannot read the budget {value!r}: give bytes (6442450944), a size with a unit "
+            '("6GiB", "500MB") or a share of the plain peak ("60%", 0.6)'
+        )
+
+
+def format_bytes(count: float) -> str:
+    """`count` bytes for people: "84.3 MiB"."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024 or unit == "GiB":
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError

@@ -1,0 +1,165 @@
+"""Schedule, Certificate and Plan: what a solver answers and what the backend follows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from optckpt.errors import PlanError
+from optckpt.graph import TrainingGraph, write_text
+
+PLAN_FORMAT = "optckpt.plan"
+PLAN_VERSION = 1
+
+Status = Literal["optimal", "feasible", "over-budget", "infeasible", "stopped"]
+"""optimal: proven within the tolerance; feasible: fits, gap open (or a heuristic);
+over-budget: a heuristic's schedule that does not fit; infeasible: proven that none fits;
+stopped: a limit was reached before any fitting schedule was found."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The executions of a step, in order, each the index of an operation of the graph.
+
+    Every operation appears at least once; its first appearance is the original execution,
+    later ones are re-executions. Live ranges, peak and cost are derived by `simulate`.
+    """
+
+    executions: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.executions)
+
+    def steps(self) -> Iterator[tuple[int, int]]:
+        """Yield (operation, how many times it was executed before)."""
+        seen: dict[int, int] = {}
+        for op in self.executions:
+            count = seen.get(op, 0)
+            yield op, count
+            seen[op] = count + 1
+
+    @classmethod
+    def base(cls, graph: TrainingGraph) -> Schedule:
+        """The plain step: every operation once, in base order."""
+        return cls(tuple(range(len(graph.operations))))
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """What a solver claims and what it has proven. Fractions are of the plain step's time."""
+
+    solver: str
+    status: Status
+    cost: float | None
+    """Extra time of the schedule as a fraction of the plain step; None without a schedule."""
+    bound: float
+    """Proven lower bound on the extra time of every schedule covered by `valid_for`."""
+    seconds: float
+    """Wall time spent solving."""
+    seconds_first: float | None = None
+    """Wall time until the first schedule within the budget; None if there was none."""
+    valid_for: str = "base order"
+    """What the bound covers: schedules in the given base order, or in any order."""
+
+    @property
+    def gap(self) -> float | None:
+        """cost - bound, never negative; None without a schedule."""
+        return None if self.cost is None else max(0.0, self.cost - self.bound)
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """A solver's answer: a schedule (None if it found none) and its certificate."""
+
+    schedule: Schedule | None
+    certificate: Certificate
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A schedule for one graph under one budget, with its certificate. Sizes are bytes."""
+
+    fingerprint: str
+    """Of the TrainingGraph it was made for."""
+    strategy: str
+    budget: int | None
+    """Peak bytes allowed, resident included; None: the strategy ran without a budget."""
+    plain_peak: int
+    """Simulated peak of the plain step, resident included."""
+    predicted_peak: int
+    """Simulated peak of the schedule, resident included."""
+    floor: int
+    """Proven lower bound on the peak of every schedule in this order, resident included."""
+    overhead: float
+    """Extra time / time of the plain step, by the measured costs."""
+    schedule: Schedule
+    certificate: Certificate
+
+    def check_graph(self, graph: TrainingGraph) -> None:
+        """Raise PlanError unless the plan was made for this graph."""
+        if graph.fingerprint != self.fingerprint:
+            raise PlanError(
+                f"the plan was made for another graph (fingerprint {self.fingerprint[:12]}, this "
+                f"graph has {graph.fingerprint[:12]} and {len(graph.operations)} operations): the "
+                "structure, a size or a dtype differs; make a new plan for this graph"
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-able mapping that `from_json` reads back to an equal plan."""
+        data = {f.name: getattr(self, f.name) for f in fields(self)}
+        data["schedule"] = list(self.schedule.executions)
+        data["certificate"] = asdict(self.certificate)
+        return {"format": PLAN_FORMAT, "version": PLAN_VERSION, **data}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Plan:
+        """Read what `to_json` wrote. Raises PlanError on another format, version or bad field."""
+        if data.get("format") != PLAN_FORMAT:
+            raise PlanError(f"not a plan: format is {data.get('format')!r}, not {PLAN_FORMAT!r}")
+        if data.get("version") != PLAN_VERSION:
+            raise PlanError(
+                f"plan of version {data.get('version')!r}; this optckpt reads {PLAN_VERSION}"
+            )
+        try:
+            cert = dict(data["certificate"])
+            if cert["status"] not in get_args(Status):
+                raise PlanError(f"plan has an unknown status {cert['status']!r}")
+            budget = data["budget"]
+            return cls(
+                fingerprint=str(data["fingerprint"]),
+                strategy=str(data["strategy"]),
+                budget=None if budget is None else int(budget),
+                plain_peak=int(data["plain_peak"]),
+                predicted_peak=int(data["predicted_peak"]),
+                floor=int(data["floor"]),
+                overhead=float(data["overhead"]),
+                schedule=Schedule(tuple(int(i) for i in data["schedule"])),
+                certificate=Certificate(**cert),
+            )
+        except KeyError as e:
+            raise PlanError(f"plan lacks the field {e.args[0]!r}") from None
+        except (TypeError, ValueError) as e:
+            if isinstance(e, PlanError):
+                raise
+            raise PlanError(f"plan has a malformed field: {e}") from None
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON, whole or not at all."""
+        write_text(path, json.dumps(self.to_json()))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan written by `save`. Raises PlanError naming the file."""
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as e:
+            raise PlanError(f"cannot read the plan {path}: {e}") from None
+        if not isinstance(data, dict):
+            raise PlanError(f"{path} holds no plan: the top level is not an object")
+        try:
+            return cls.from_json(data)
+        except PlanError as e:
+            raise PlanError(f"{path}: {e}") from None

@@ -1,0 +1,1 @@
+"""Solvers: TrainingGraph + budget -> Schedule + Certificate. Framework-free."""

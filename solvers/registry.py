@@ -1,0 +1,119 @@
+"""Strategies by name, and the one way to run them.
+
+A strategy is a function of graph, budget (peak bytes, resident included; None: no limit) and
+`SolveOptions` that returns a `Solution`. Users add their own with `register`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from optckpt.errors import OptckptError
+from optckpt.graph import TrainingGraph
+from optckpt.schedule import Solution
+from optckpt.simulate import simulate
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """State of a running solver, for display."""
+
+    seconds: float
+    incumbent: float | None
+    """Extra time of the best schedule within the budget, as a fraction of the plain step."""
+    bound: float
+    """Proven lower bound, as a fraction of the plain step."""
+
+
+@dataclass(frozen=True, slots=True)
+class SolveOptions:
+    """What a strategy may be told. Heuristics ignore what does not concern them."""
+
+    time_limit: float = 30.0
+    """Seconds of wall time."""
+    gap: float = 0.001
+    """Stop when cost - bound is at most this fraction of the plain step's time."""
+    seed: int = 0
+    threads: int = 0
+    """Solver threads; 0: as many as the machine has, at most 8."""
+    checkpoints: tuple[int, ...] | None = None
+    """Buffers to keep, for the strategy `explicit`."""
+    progress: Callable[[Progress], None] | None = None
+
+
+class Strategy(Protocol):
+    """Signature of a strategy."""
+
+    def __call__(
+        self, graph: TrainingGraph, budget: int | None, options: SolveOptions
+    ) -> Solution: ...
+
+
+# name -> "module:function", imported when first used, so that OR-Tools loads only when needed.
+_BUILT_IN = {
+    "optimal": "optckpt.solvers.optimal:optimal",
+    "milp": "optckpt.solvers.milp:milp",
+    "store_all": "optckpt.solvers.heuristics:store_all",
+    "sqrt_n": "optckpt.solvers.heuristics:sqrt_n",
+    "chen_greedy": "optckpt.solvers.heuristics:chen_greedy",
+    "speed": "optckpt.solvers.heuristics:speed",
+    "griewank": "optckpt.solvers.heuristics:griewank",
+    "explicit": "optckpt.solvers.heuristics:explicit",
+}
+_registered: dict[str, Strategy] = {}
+
+
+def names() -> list[str]:
+    """All known strategy names, built-in ones first."""
+    return [*_BUILT_IN, *(n for n in _registered if n not in _BUILT_IN)]
+
+
+def register(name: str, strategy: Strategy) -> None:
+    """Add a strategy, or replace one, under `name` for this process."""
+    _registered[name] = strategy
+
+
+def get(name: str) -> Strategy:
+    """The strategy called `name`. Raises OptckptError listing the known names."""
+    if name in _registered:
+        return _registered[name]
+    if name not in _BUILT_IN:
+        raise OptckptError(f"unknown strategy {name!r}; known: {', '.join(names())}")
+    module, function = _BUILT_IN[name].split(":")
+    strategy: Strategy = getattr(importlib.import_module(module), function)
+    return strategy
+
+
+def solve(
+    graph: TrainingGraph,
+    budget: int | None,
+    strategy: str | Strategy = "optimal",
+    options: SolveOptions | None = None,
+) -> Solution:
+    """Run a strategy and let the referee check its answer.
+
+    Raises:
+        ScheduleError: if the strategy returned a schedule that cannot be executed.
+        OptckptError: if the strategy is unknown, or claims what the simulation contradicts.
+    """
+    run = get(strategy) if isinstance(strategy, str) else strategy
+    solution = run(graph, budget, options or SolveOptions())
+    cert = solution.certificate
+    if solution.schedule is None:
+        return solution
+    result = simulate(graph, solution.schedule)
+    if cert.status in ("optimal", "feasible") and budget is not None and result.peak > budget:
+        raise OptckptError(
+            f"strategy {cert.solver!r} claims to fit {budget} bytes, but its schedule peaks at "
+            f"{result.peak}; this is a fault of the strategy"
+        )
+    tolerance = 1e-9 + 1e-6 * abs(result.overhead)
+    if cert.cost is None or abs(cert.cost - result.overhead) > tolerance:
+        raise OptckptError(
+            f"strategy {cert.solver!r} claims a cost of {cert.cost}, but its schedule costs "
+            f"{result.overhead}; this is a fault of the strategy"
+        )
+    return solution
