@@ -16,8 +16,14 @@ def make_plan(
     budget: Budget | int | float | str | None,
     strategy: str | Strategy = "optimal",
     options: SolveOptions | None = None,
+    *,
+    margin: float = 0.0,
 ) -> Plan:
     """Plan `graph` under `budget` (peak bytes, resident included; None: no limit).
+
+    `margin` is the fraction of the budget held back for what the simulated peak does not know
+    (allocator granularity). It is given up where the plain step fits the budget, or where no
+    schedule is found within what is left.
 
     The plan may exceed the budget if the strategy is a heuristic; its certificate then says
     "over-budget", and `check_fits` raises.
@@ -29,7 +35,15 @@ def make_plan(
     plain = simulate(graph, Schedule.base(graph))
     limit = None if budget is None else Budget.parse(budget).resolve(plain.peak)
     floor = static_floor(graph)
-    solution = solve(graph, limit, strategy, options)
+    target = limit
+    if limit is not None and plain.peak > limit:
+        target = limit - int(margin * limit)
+        if target < floor.bytes:
+            target = limit
+    solution = solve(graph, target, strategy, options)
+    if target != limit and solution.certificate.status not in ("optimal", "feasible"):
+        target = limit
+        solution = solve(graph, target, strategy, options)
     cert = solution.certificate
     if solution.schedule is None:
         assert limit is not None
@@ -63,6 +77,7 @@ def make_plan(
         fingerprint=graph.fingerprint,
         strategy=cert.solver,
         budget=limit,
+        target=target,
         plain_peak=plain.peak,
         predicted_peak=result.peak,
         floor=floor.bytes,

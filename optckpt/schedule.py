@@ -87,6 +87,8 @@ class Plan:
     strategy: str
     budget: int | None
     """Peak bytes allowed, resident included; None: the strategy ran without a budget."""
+    target: int | None
+    """Peak bytes solved for: the budget less a margin; what the certificate's bound refers to."""
     plain_peak: int
     """Simulated peak of the plain step, resident included."""
     predicted_peak: int
@@ -132,6 +134,7 @@ class Plan:
                 fingerprint=str(data["fingerprint"]),
                 strategy=str(data["strategy"]),
                 budget=None if budget is None else int(budget),
+                target=None if data["target"] is None else int(data["target"]),
                 plain_peak=int(data["plain_peak"]),
                 predicted_peak=int(data["predicted_peak"]),
                 floor=int(data["floor"]),

@@ -1,0 +1,55 @@
+"""What the device says of its memory: its limit and what is in use now (bytes)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import tensorflow as tf
+
+
+def memory_limit(device: str) -> int:
+    """Bytes that the allocator of `device` ("/device:GPU:0") may hand out.
+
+    On a GPU the limit that TensorFlow gave its allocator. On a CPU the environment variable
+    TF_MKL_ALLOC_MAX_BYTES where set (TensorFlow's allocator obeys it), else the memory of the
+    machine or of its control group.
+    """
+    if "GPU" in device.upper():
+        return _allocator_limit(device)
+    limit = os.environ.get("TF_MKL_ALLOC_MAX_BYTES", "")
+    if limit.isdigit() and int(limit) > 0:
+        return int(limit)
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = Path(path).read_text(encoding="ascii").strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            total = min(total, int(text))
+    return total
+
+
+def _allocator_limit(device: str) -> int:
+    from tensorflow.python import pywrap_tfe
+    from tensorflow.python.client import pywrap_tf_session
+    from tensorflow.python.eager import context
+
+    handle = context.context()
+    handle.ensure_initialized()
+    devices = pywrap_tfe.TFE_ContextListDevices(handle._handle)
+    wanted = device.lower()
+    for i in range(pywrap_tf_session.TF_DeviceListCount(devices)):
+        if pywrap_tf_session.TF_DeviceListName(devices, i).lower().endswith(wanted):
+            return int(pywrap_tf_session.TF_DeviceListMemoryBytes(devices, i))
+    raise ValueError(f"TensorFlow has no device {device!r}")
+
+
+def bytes_in_use(device: str) -> int:
+    """Bytes that the allocator of `device` has handed out now; 0 where it is not tracked."""
+    try:
+        info = tf.config.experimental.get_memory_info(device.removeprefix("/device:"))
+    except ValueError:
+        return 0
+    return int(info["current"])
