@@ -138,20 +138,23 @@ class _Tape:
                     [layer.weights],
                     False,
                 )
-            if layer.differentiable:
+            # The first layer's input is resident; its gradient is wanted if nothing else is.
+            wanted = not layer.weights and not layer.differentiable
+            if layer.differentiable or wanted:
                 # A convolution's input gradient reads the weights, not the saved input.
                 reads = received if layer.weights else reads
-                sizes = [self.buffers[b].size for b in layer.differentiable]
                 written = backward(
                     f"grad/{op.name}",
                     layer.gradient or f"{op.kind}Grad",
                     op.seconds,
                     reads,
-                    sizes,
+                    [self.buffers[b].size for b in layer.differentiable or op.writes[:1]],
                     layer.inplace_gradient and bool(received),
                 )
-                for b, g in zip(layer.differentiable, written, strict=True):
+                for b, g in zip(layer.differentiable, written, strict=False):
                     incoming.setdefault(b, []).append(g)
+                if wanted:
+                    outputs += written
         return TrainingGraph(
             tuple(operations), tuple(self.buffers), tuple(outputs), resident, self.name
         )
@@ -182,10 +185,10 @@ def chain(
     resident: int = 0,
     repeatable_backward: bool = False,
 ) -> TrainingGraph:
-    """A chain of `n` layers and a loss; 2 n + 2 operations (3 n + 2 with `weights`).
+    """A chain of `n` layers and a loss; 2 n + 2 operations (3 n + 1 with `weights`).
 
     The gradient of a layer reads its output (as tanh's does) and is as large and as slow as the
-    layer. With `weights` bytes of parameters a layer, its gradient is two operations of the
+    layer; the gradient of the chain's input is an output. With `weights` bytes of parameters a layer, its gradient is two operations of the
     layer's time: one reads the layer's input and writes the weight gradient (an output), one
     writes the input gradient. `size` and `seconds` are per layer, or one number for all.
     """
@@ -340,9 +343,8 @@ def random_layered(
     the nodes of a layer vary by +- `variability` of the mean. Every node has a predecessor in the
     layer above and a successor in the layer below; of the other pairs of nodes in neighbouring
     layers a share `edge_density` is joined; a share of about `skip_density` of all edges skips
-    layers. Output sizes are drawn from a mixture of
-    Gaussians, times uniformly from whole numbers of seconds below 1000; source and sink take no
-    time. Every operation is repeatable and writes one buffer that lives until its last use; the
+    layers. Output sizes are drawn from a mixture of Gaussians, times uniformly from whole numbers
+    of seconds below 1000; source and sink take no time. Every operation is repeatable and writes one buffer that lives until its last use; the
     base order is a random topological one that follows the layers loosely.
     """
     if n < 3:
