@@ -1,0 +1,493 @@
+"""The configuration: a YAML file checked against documented fields.
+
+Every key has a default, so a file holds only what differs. Unknown keys, keys given twice and
+values of the wrong type are refused with file, line and key.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic_core import ErrorDetails
+
+from optckpt.budget import Budget
+from optckpt.errors import ConfigError
+from optckpt.models.params import AnyModelParams, ResnetCifar10
+from optckpt.solvers import registry
+
+ENVIRONMENT_VARIABLE = "OPTCKPT_CONFIG"
+"""Names the configuration file to use where none is given."""
+LOCAL_FILE = "optckpt.yaml"
+"""Read from the working directory if neither an argument nor the environment names a file."""
+
+DEFAULT_STRATEGIES = ("store_all", "speed", "chen_greedy", "sqrt_n", "optimal")
+
+
+def _check_budget(value: Any) -> Any:
+    if value is not None:
+        Budget.parse(value)
+    return value
+
+
+def _check_strategy(value: Any) -> Any:
+    known = registry.names()
+    if not isinstance(value, str):
+        raise ValueError(f"expected the name of a strategy, got {value!r}")
+    if value not in known:
+        raise ValueError(f"unknown strategy {value!r}; {_suggest(value, known)}")
+    return value
+
+
+def _check_checkpoints(value: Any) -> Any:
+    modes = get_args(CheckpointMode)
+    if isinstance(value, str) and value not in modes:
+        raise ValueError(
+            f"unknown mode {value!r}; {_suggest(value, modes)} (a list names tensors to keep)"
+        )
+    if isinstance(value, list | tuple) and all(isinstance(v, str) for v in value):
+        return tuple(value)
+    if value is not None and not isinstance(value, str):
+        raise ValueError(f"expected a mode or a list of tensor names, got {value!r}")
+    return value
+
+
+def _check_cache(value: Any) -> Any:
+    if not isinstance(value, bool | str) or value == "":
+        raise ValueError(f"expected true, false or a folder, got {value!r}")
+    return value
+
+
+def _check_size(value: Any) -> Any:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    if isinstance(value, str):
+        size = Budget.parse(value).bytes
+        if size is not None:
+            return size
+    raise ValueError(f'expected a number of bytes or a size such as "64KiB", got {value!r}')
+
+
+CheckpointMode = Literal["memory", "speed", "collection"]
+# Validated by hand, because a plain union reports one error per alternative.
+BudgetValue = Annotated[
+    Any,
+    BeforeValidator(_check_budget),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "number"}, {"type": "null"}]}),
+]
+StrategyName = Annotated[str, BeforeValidator(_check_strategy)]
+Checkpoints = Annotated[
+    Any,
+    BeforeValidator(_check_checkpoints),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"enum": list(get_args(CheckpointMode))},
+                {"type": "array", "items": {"type": "string"}},
+                {"type": "null"},
+            ]
+        }
+    ),
+]
+Cache = Annotated[
+    Any,
+    BeforeValidator(_check_cache),
+    WithJsonSchema({"anyOf": [{"type": "boolean"}, {"type": "string"}]}),
+]
+Size = Annotated[
+    int,
+    BeforeValidator(_check_size),
+    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string"}]}),
+]
+
+
+class Section(BaseModel):
+    """Base of all sections: immutable, no unknown keys, no silent conversion of types."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class SolverConfig(Section):
+    """How long and how exactly to solve."""
+
+    time_limit: float = Field(
+        default=30.0, gt=0, description="Seconds of wall time for one solve; the best found counts."
+    )
+    gap: float = Field(
+        default=0.001,
+        ge=0,
+        description=(
+            "Stop as soon as the extra time is proven to be within this share of the plain step's "
+            "time of the best possible."
+        ),
+    )
+    seed: int = Field(default=0, ge=0, description="Seed of the randomised parts of the search.")
+    threads: int = Field(
+        default=0, ge=0, description="Solver threads; 0: as many as the machine has, at most 8."
+    )
+
+
+class CostsConfig(Section):
+    """Where the seconds and workspace bytes of an operation come from."""
+
+    model: Literal["measured", "flops", "unit"] = Field(
+        default="measured",
+        description=(
+            "measured: time each operation once on this device; flops: estimate from the number "
+            "of floating-point operations and bytes; unit: every operation costs the same."
+        ),
+    )
+    cache: Cache = Field(
+        default=True,
+        description=(
+            "Keep measured costs between runs: true: in the user's cache folder; false: not at "
+            "all; or the folder to use."
+        ),
+    )
+    repeats: int = Field(
+        default=3,
+        ge=1,
+        description="Timed runs of an operation after its warm-up; the least counts.",
+    )
+
+
+class MemoryConfig(Section):
+    """What the memory model charges, and what is held back for what it cannot know."""
+
+    margin: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description=(
+            "Share of the budget held back, because a device allocator hands out whole chunks: "
+            "measured peaks lie up to a few percent beside the predicted ones. 0.02 plans for "
+            "98 % of the budget."
+        ),
+    )
+    count_from: Size = Field(
+        default=0,
+        description="Buffers smaller than this are not charged (bytes, or a size such as 16KiB).",
+    )
+    chain_from: Size = Field(
+        default=64 * 1024,
+        description=(
+            "Operations that read or write a buffer at least this large are put in a fixed order "
+            "(bytes, or a size). Smaller values gain nothing, much larger ones let the peak vary."
+        ),
+    )
+
+
+class CompareConfig(Section):
+    """What `optckpt compare` runs and how long it times."""
+
+    strategies: Annotated[tuple[StrategyName, ...], Field(strict=False, min_length=1)] = Field(
+        default=DEFAULT_STRATEGIES,
+        description="Strategies to compare, in the order of the table's rows.",
+    )
+    warmup: int = Field(
+        default=2, ge=1, description="Steps of each strategy before peaks and times are taken."
+    )
+    repeats: int = Field(
+        default=11,
+        ge=1,
+        description=(
+            "Rounds of timing; in each, every strategy takes its turn, and the median over the "
+            "rounds of its time divided by the plain step's counts."
+        ),
+    )
+    steps: int = Field(default=1, ge=1, description="Steps in one turn.")
+
+
+class Config(Section):
+    """A memory budget, how to meet it, and the reference network to try it on."""
+
+    budget: BudgetValue = Field(
+        default=None,
+        description=(
+            'Peak bytes on the device during the step, resident included: bytes, "6GiB", "500MB", '
+            'or a share of the plain step\'s peak, "60%" or 0.6. null: the memory of the device.'
+        ),
+    )
+    strategy: StrategyName = Field(
+        default="optimal", description="How to choose what is computed again."
+    )
+    checkpoints: Checkpoints = Field(
+        default=None,
+        description=(
+            "null: the strategy decides. Otherwise what gradient-checkpointing calls checkpoints: "
+            "memory, speed, collection, or a list of names of tensors to keep."
+        ),
+    )
+    solver: SolverConfig = Field(default_factory=SolverConfig, description="The solver's limits.")
+    costs: CostsConfig = Field(default_factory=CostsConfig, description="Times of operations.")
+    memory: MemoryConfig = Field(default_factory=MemoryConfig, description="The memory model.")
+    model: AnyModelParams = Field(
+        default_factory=ResnetCifar10,
+        description="The reference network that `optckpt compare` trains: its name and parameters.",
+    )
+    compare: CompareConfig = Field(
+        default_factory=CompareConfig, description="The comparison of strategies."
+    )
+
+    def solve_options(self) -> registry.SolveOptions:
+        """The solver section as options of a strategy."""
+        return registry.SolveOptions(
+            time_limit=self.solver.time_limit,
+            gap=self.solver.gap,
+            seed=self.solver.seed,
+            threads=self.solver.threads,
+        )
+
+
+def load_config(path: str | Path) -> Config:
+    """Read a YAML file; an empty one gives the defaults.
+
+    Raises:
+        ConfigError: with one line "file:line: key: what is wrong" per mistake.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        reason = e.strerror if isinstance(e, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"cannot read the configuration {path}: {reason}") from None
+    data, lines = _parse_yaml(text, str(path))
+    return _validate(data, str(path), lines)
+
+
+def parse_config(data: Mapping[str, Any]) -> Config:
+    """Check a mapping of the same form as a file. Raises ConfigError naming the key."""
+    return _validate(dict(data), "configuration", {})
+
+
+def find_config(argument: Config | Mapping[str, Any] | str | Path | None = None) -> Config:
+    """The configuration that holds here.
+
+    The first of: `argument` (a Config, a mapping or a path), the file named by the environment
+    variable OPTCKPT_CONFIG, ./optckpt.yaml if there is one, the defaults.
+
+    Raises:
+        ConfigError: if a named file is missing, or any of them has a mistake.
+    """
+    if isinstance(argument, Config):
+        return argument
+    if isinstance(argument, Mapping):
+        return parse_config(argument)
+    if argument is not None:
+        return load_config(argument)
+    named = os.environ.get(ENVIRONMENT_VARIABLE)
+    if named:
+        try:
+            return load_config(named)
+        except ConfigError as e:
+            if Path(named).exists():
+                raise
+            raise ConfigError(f"{e} (named by {ENVIRONMENT_VARIABLE})") from None
+    local = Path(LOCAL_FILE)
+    return load_config(local) if local.exists() else Config()
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON schema of the configuration, for editors that complete and check YAML."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **Config.model_json_schema(),
+        "title": "optckpt configuration",
+    }
+
+
+# --- YAML with line numbers ------------------------------------------------------------------
+
+Path_ = tuple[str | int, ...]
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads 1e-3 as a number, as YAML 1.2 does (PyYAML wants 1.0e-3)."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
+)
+
+
+def _parse_yaml(text: str, source: str) -> tuple[dict[str, Any], dict[Path_, int]]:
+    """The data, and the line (from 1) on which each key or item stands."""
+    loader = _Loader(text)
+    lines: dict[Path_, int] = {}
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return {}, lines
+        _walk(node, (), lines, source, ())
+        data = loader.construct_document(node)
+    except yaml.MarkedYAMLError as e:
+        mark = e.problem_mark or e.context_mark
+        where = f"{source}:{mark.line + 1}" if mark else source
+        raise ConfigError(f"{where}: not valid YAML: {e.problem or e.context}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as e:
+        raise ConfigError(f"{source}: not valid YAML: {e}") from None
+    finally:
+        loader.dispose()
+    if data is None:
+        return {}, lines
+    if not isinstance(data, dict):
+        raise ConfigError(
+            f"{source}:{node.start_mark.line + 1}: expected keys such as 'budget: 60%', "
+            f"got {_kind(data)}"
+        )
+    return data, lines
+
+
+def _walk(
+    node: yaml.Node, path: Path_, lines: dict[Path_, int], source: str, above: tuple[int, ...]
+) -> None:
+    if id(node) in above:
+        raise ConfigError(f"{source}:{node.start_mark.line + 1}: an alias contains itself")
+    above = (*above, id(node))
+    if isinstance(node, yaml.MappingNode):
+        first: dict[str, int] = {}
+        for key, value in node.value:
+            line = key.start_mark.line + 1
+            name = str(key.value)
+            if name in first:
+                raise ConfigError(
+                    f"{source}:{line}: {_dotted((*path, name))}: given twice, first on line "
+                    f"{first[name]}; keep one"
+                )
+            first[name] = line
+            below = (*path, name)
+            lines[below] = line
+            _walk(value, below, lines, source, above)
+    elif isinstance(node, yaml.SequenceNode):
+        for i, value in enumerate(node.value):
+            item = (*path, i)
+            lines[item] = value.start_mark.line + 1
+            _walk(value, item, lines, source, above)
+
+
+# --- Errors for people -----------------------------------------------------------------------
+
+
+def _validate(data: dict[str, Any], source: str, lines: Mapping[Path_, int]) -> Config:
+    # A section that is there but empty reads as null; it means the defaults.
+    data = {
+        k: v
+        for k, v in data.items()
+        if v is not None or k not in Config.model_fields or k in _NULLABLE
+    }
+    try:
+        return Config.model_validate(data)
+    except ValidationError as e:
+        messages = []
+        for error in e.errors(include_url=False):
+            path, message = _explain(error, data)
+            line = next(
+                (lines[path[:n]] for n in range(len(path), 0, -1) if path[:n] in lines), None
+            )
+            where = source if line is None else f"{source}:{line}"
+            key = _dotted(path)
+            messages.append(
+                (line or 0, f"{where}: {key}: {message}" if key else f"{where}: {message}")
+            )
+        raise ConfigError("\n".join(m for _, m in sorted(messages, key=lambda m: m[0]))) from None
+
+
+_NULLABLE = ("budget", "checkpoints")
+
+
+def _explain(error: ErrorDetails, data: Mapping[str, Any]) -> tuple[Path_, str]:
+    """The place of a mistake in the file, and a sentence about it."""
+    path: Path_ = tuple(error["loc"])
+    model = data.get("model")
+    name = model.get("name") if isinstance(model, dict) else None
+    if path[:1] == ("model",) and len(path) > 1 and path[1] == name:
+        path = ("model", *path[2:])  # pydantic inserts the name of the chosen class
+    kind = error["type"]
+    context: Mapping[str, Any] = error.get("ctx", {})
+    value = error["input"]
+    if kind == "extra_forbidden":
+        return path, f"unknown key; {_suggest(str(path[-1]), _keys(path[:-1], name))}"
+    if kind == "union_tag_invalid":
+        return (*path, "name"), f"unknown model {name!r}; {_suggest(str(name), _model_names())}"
+    if kind == "union_tag_not_found":
+        return path, f"needs a name, one of {', '.join(_model_names())}"
+    if kind in ("value_error", "assertion_error"):
+        return path, str(context.get("error", error["msg"]))
+    if kind in ("model_type", "model_attributes_type", "dict_type"):
+        return path, f"expected a section with keys below it, got {_kind(value)}"
+    if kind == "literal_error":
+        choices = re.findall(r"'([^']*)'", str(context.get("expected", "")))
+        return path, f"unknown value {value!r}; {_suggest(str(value), choices)}"
+    if kind == "invalid_key":
+        return path[:-1], f"the key {path[-1]!r} is not a word; put it in quotes"
+    nouns = {"int": "a whole number", "float": "a number", "bool": "true or false"}
+    nouns |= {"string": "text", "str": "text", "tuple": "a list", "list": "a list"}
+    noun = nouns.get(kind.removesuffix("_type"))
+    if kind.endswith("_type") and noun:
+        return path, f"expected {noun}, got {_kind(value)}"
+    message = error["msg"].removeprefix("Input ").removeprefix("Value error, ")
+    return path, f"{message}, got {_shown(value)}"
+
+
+def _keys(path: Path_, model_name: Any) -> list[str]:
+    if not path:
+        return list(Config.model_fields)
+    if path == ("model",):
+        for cls in _model_classes():
+            if cls.model_fields["name"].default == model_name:
+                return list(cls.model_fields)
+    field = Config.model_fields.get(str(path[0]))
+    section: Any = field.annotation if field and len(path) == 1 else None
+    return list(getattr(section, "model_fields", ()))
+
+
+def _model_classes() -> tuple[type[BaseModel], ...]:
+    union = get_args(AnyModelParams)[0]
+    return tuple(get_args(union))
+
+
+def _model_names() -> list[str]:
+    return [str(c.model_fields["name"].default) for c in _model_classes()]
+
+
+def _suggest(word: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.6)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+
+
+def _dotted(path: Path_) -> str:
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+    return text
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "nothing"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, Mapping):
+        return "a section"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return "a list"
+    if isinstance(value, str):
+        return f"the text {value!r}"
+    return f"{value!r}"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float) and math.isnan(value):
+        return "not a number"
+    return _kind(value)
