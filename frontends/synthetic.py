@@ -188,9 +188,10 @@ def chain(
     """A chain of `n` layers and a loss; 2 n + 2 operations (3 n + 1 with `weights`).
 
     The gradient of a layer reads its output (as tanh's does) and is as large and as slow as the
-    layer; the gradient of the chain's input is an output. With `weights` bytes of parameters a layer, its gradient is two operations of the
-    layer's time: one reads the layer's input and writes the weight gradient (an output), one
-    writes the input gradient. `size` and `seconds` are per layer, or one number for all.
+    layer; the gradient of the chain's input is an output. With `weights` bytes of parameters a
+    layer, its gradient is two operations of the layer's time: one reads the layer's input and
+    writes the weight gradient (an output), one writes the input gradient. `size` and `seconds`
+    are per layer, or one number for all.
     """
     _positive(n=n)
     sizes, times = _per_layer(size, n, "sizes"), _per_layer(seconds, n, "times")
@@ -344,8 +345,9 @@ def random_layered(
     layer above and a successor in the layer below; of the other pairs of nodes in neighbouring
     layers a share `edge_density` is joined; a share of about `skip_density` of all edges skips
     layers. Output sizes are drawn from a mixture of Gaussians, times uniformly from whole numbers
-    of seconds below 1000; source and sink take no time. Every operation is repeatable and writes one buffer that lives until its last use; the
-    base order is a random topological one that follows the layers loosely.
+    of seconds below 1000; source and sink take no time. Every operation is repeatable and writes
+    one buffer that lives until its last use; the base order is a random topological one that
+    follows the layers loosely.
     """
     if n < 3:
         raise GraphError(f"a layered graph has at least 3 nodes, got {n}")
