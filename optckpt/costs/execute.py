@@ -1,0 +1,216 @@
+"""Running programs alone: eagerly, on their device, timed, with the allocator watched."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
+from tensorflow.python.eager import context, execute
+from tensorflow.python.framework import ops
+
+from optckpt.costs.cache import Cost
+from optckpt.costs.constants import static_shape
+from optckpt.costs.inputs import Argument, Unmeasurable, synthesise
+from optckpt.costs.signature import Call, Link, Program, eager_attributes
+
+CHAIN = 5
+"""Length of the chain in which all calls but the first work in place."""
+_SMALL = 200e-6
+_SMALL_ALLOWANCE = 3e-3
+_ALLOWANCE = 15e-3
+_SMALL_BYTES = 1 << 16
+
+
+@contextlib.contextmanager
+def eager_scope() -> Iterator[None]:
+    """Eager execution, wherever the caller is: tracing a function, or in a v1 graph.
+
+    Leaves no operation in any graph, draws no random number of TensorFlow's, records on no tape.
+    """
+    with ops.init_scope(), context.eager_mode(), tf.device(None):
+        from tensorflow.python.eager import record
+
+        with record.stop_recording():
+            yield
+
+
+def run_operation(op: Any, values: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Run a stateless `tf.Operation` on concrete inputs on the CPU and return its outputs."""
+    attrs = {k: v for k, v in op.node_def.attr.items() if not k.startswith("_")}
+    with tf.device("/device:CPU:0"):
+        inputs = [
+            tf.constant(v, t.dtype.base_dtype) for v, t in zip(values, op.inputs, strict=True)
+        ]
+        outputs = execute.execute(
+            op.type.encode(), len(op.outputs), inputs, eager_attributes(attrs), context.context()
+        )
+    return [t.numpy() for t in outputs]
+
+
+class Runner:
+    """Measures programs on one device. To be used within `eager_scope`."""
+
+    def __init__(self, device: str, repeats: int = 3) -> None:
+        self.device = device
+        self.repeats = repeats
+        self._memory = device.removeprefix("/device:")
+        self._overheads: dict[bool, float] = {}
+        self._synchronise = "CPU" not in device or context.context().is_async()
+
+    def measure(self, program: Program) -> Cost:
+        """Seconds and workspace of one execution of `program`.
+
+        Raises:
+            Unmeasurable: if the outputs have other shapes than in the graph.
+            Exception: whatever TensorFlow raises.
+        """
+        with tf.device(self.device):
+            arguments = [
+                _tensor(a) for c in program.calls for a in c.inputs if isinstance(a, Argument)
+            ]
+            if len(program.calls) == 1 and program.chain is None:
+                run, function = _eager(program.calls[0], arguments), False
+            else:
+                run, function = _function(program, arguments), True
+            self._check(program, run())
+            seconds, workspace = self._time(run)
+        overhead = self._overhead(function)
+        return Cost(max(0.0, seconds - overhead), workspace)
+
+    def _check(self, program: Program, outputs: Sequence[Any]) -> None:
+        if program.chain is not None:
+            return
+        for (call, index), found in zip(program.results, outputs, strict=True):
+            expected = program.calls[call].outputs[index][1]
+            if expected is not None and static_shape(found) != expected:
+                raise Unmeasurable(
+                    f"alone it gives the shape {found.shape}, in the graph {expected}"
+                )
+
+    def _time(self, run: Callable[[], Any]) -> tuple[float, int]:
+        best = float("inf")
+        workspace: int | None = None
+        spent, count = 0.0, 0
+        while count < self.repeats or spent < (
+            _SMALL_ALLOWANCE if best < _SMALL else _ALLOWANCE
+        ):
+            self._reset_memory()
+            start = time.perf_counter()
+            outputs = run()
+            if self._synchronise:
+                tf.test.experimental.sync_devices()
+            elapsed = time.perf_counter() - start
+            extra = self._extra_memory()
+            del outputs
+            workspace = extra if workspace is None else min(workspace, extra)
+            best = min(best, elapsed)
+            spent += elapsed
+            count += 1
+        return best, workspace or 0
+
+    def _reset_memory(self) -> None:
+        with contextlib.suppress(ValueError, tf.errors.OpError):
+            tf.config.experimental.reset_memory_stats(self._memory)
+
+    def _extra_memory(self) -> int:
+        """Peak bytes since the reset beyond what is in memory now (inputs and outputs)."""
+        try:
+            info = tf.config.experimental.get_memory_info(self._memory)
+        except (ValueError, tf.errors.OpError):
+            return 0
+        return max(0, info["peak"] - info["current"])
+
+    def _overhead(self, function: bool) -> float:
+        """What Python and the dispatcher take for an operation that does nothing."""
+        if function not in self._overheads:
+            identity = tf.compat.v1.NodeDef()
+            identity.attr["T"].type = tf.float32.as_datatype_enum
+            call = Call(
+                "Identity",
+                dict(identity.attr.items()),
+                (Argument("float32", (), "normal"),),
+                (("float32", ()),),
+            )
+            with tf.device(self.device):
+                arguments = [tf.constant(1.0)]
+                if function:
+                    run = _function(Program((call,), ((0, 0),)), arguments)
+                else:
+                    run = _eager(call, arguments)
+                run()
+                self._overheads[function] = self._time(run)[0]
+        return self._overheads[function]
+
+
+def _tensor(arg: Argument) -> Any:
+    value = synthesise(arg)
+    if arg.kind == "value" and value.nbytes <= _SMALL_BYTES:
+        # Axes and shapes are read by the host.
+        with tf.device("/device:CPU:0"):
+            return tf.constant(value, arg.dtype)
+    return tf.constant(value, arg.dtype)
+
+
+def _eager(call: Call, inputs: Sequence[Any]) -> Callable[[], Sequence[Any]]:
+    name, attrs, count = call.type.encode(), eager_attributes(call.attrs), len(call.outputs)
+    ctx = context.context()
+    return lambda: execute.execute(name, count, inputs, attrs, ctx)
+
+
+def _function(program: Program, arguments: Sequence[Any]) -> Callable[[], Sequence[Any]]:
+    """The program as a function, so that passes over graphs and in-place reuse do their work."""
+
+    def body(*given: Any) -> list[Any]:
+        graph = ops.get_default_graph()
+        supply = iter(given)
+        made: list[Any] = []
+        for call in program.calls:
+            inputs = [
+                made[a.call].outputs[a.output] if isinstance(a, Link) else next(supply)
+                for a in call.inputs
+            ]
+            rounds = CHAIN if program.chain is not None else 1
+            for _ in range(rounds):
+                op = graph._create_op_internal(
+                    call.type,
+                    inputs,
+                    [tf.as_dtype(dtype) for dtype, _ in call.outputs],
+                    attrs=dict(call.attrs),
+                )
+                if program.chain is not None:
+                    inputs = list(inputs)
+                    inputs[program.chain] = op.outputs[0]
+            made.append(op)
+        return [made[call].outputs[output] for call, output in program.results]
+
+    concrete = tf.function(body, autograph=False).get_concrete_function(
+        *(tf.TensorSpec(t.shape, t.dtype) for t in arguments)
+    )
+    options = _call_options()
+
+    def run() -> Sequence[Any]:
+        ctx = context.context()
+        before = ctx.function_call_options
+        ctx.function_call_options = options
+        try:
+            outputs: Sequence[Any] = concrete(*arguments)
+            return outputs
+        finally:
+            ctx.function_call_options = before
+
+    return run
+
+
+def _call_options() -> Any:
+    """Grappler would merge or drop what is to be measured."""
+    config = config_pb2.ConfigProto()
+    rewrites = config.graph_options.rewrite_options
+    rewrites.disable_meta_optimizer = True
+    rewrites.min_graph_nodes = -1
+    assert isinstance(rewrites, rewriter_config_pb2.RewriterConfig)
+    return context.FunctionCallOptions(config_proto=config)
