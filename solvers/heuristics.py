@@ -125,7 +125,7 @@ def chen_greedy(graph: TrainingGraph, budget: int | None, options: SolveOptions)
                     yield schedule_from_kept(graph, kept_at(graph, cuts), "segments", cuts)
             if size >= total:
                 return
-            size *= 1.25
+            size *= 1.35
 
     return best_of("chen_greedy", graph, budget, candidates(), options.time_limit)
 
