@@ -66,6 +66,8 @@ def _check_cache(value: Any) -> Any:
 
 
 def _check_size(value: Any) -> Any:
+    if value is None:
+        return None
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
     if isinstance(value, str):
@@ -102,9 +104,11 @@ Cache = Annotated[
     WithJsonSchema({"anyOf": [{"type": "boolean"}, {"type": "string"}]}),
 ]
 Size = Annotated[
-    int,
+    Any,
     BeforeValidator(_check_size),
-    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string"}]}),
+    WithJsonSchema(
+        {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string"}, {"type": "null"}]}
+    ),
 ]
 
 
@@ -172,14 +176,18 @@ class MemoryConfig(Section):
         ),
     )
     count_from: Size = Field(
-        default=0,
-        description="Buffers smaller than this are not charged (bytes, or a size such as 16KiB).",
+        default=None,
+        description=(
+            "Buffers smaller than this are not charged (bytes, or a size such as 16KiB). null: "
+            "what the device's allocator does not count (on a CPU, blocks under 256KiB)."
+        ),
     )
     chain_from: Size = Field(
-        default=64 * 1024,
+        default=None,
         description=(
             "Operations that read or write a buffer at least this large are put in a fixed order "
-            "(bytes, or a size). Smaller values gain nothing, much larger ones let the peak vary."
+            "(bytes, or a size). Smaller values gain nothing, much larger ones let the peak vary. "
+            "null: 64KiB, or less where all buffers are small."
         ),
     )
 
