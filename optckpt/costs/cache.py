@@ -125,12 +125,25 @@ class CostCache:
         if self._connection is not None and self._pid == os.getpid():
             return self._connection
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        deadline = time.monotonic() + _BUSY_SECONDS
+        while True:
+            try:
+                self._connection, self._pid = self._connect(), os.getpid()
+                return self._connection
+            except sqlite3.OperationalError as error:
+                # SQLite does not wait for the switch to WAL by another process.
+                if "locked" not in str(error) or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.02)
+
+    def _connect(self) -> sqlite3.Connection:
         # Autocommit: each statement is a transaction of its own, as short as can be.
         connection = sqlite3.connect(
             self._path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
         )
         try:
-            connection.execute("PRAGMA journal_mode=WAL")
+            if connection.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
+                connection.execute("PRAGMA journal_mode=WAL")
             connection.execute("PRAGMA synchronous=NORMAL")
             version = connection.execute("PRAGMA user_version").fetchone()[0]
             if version not in (0, SCHEMA):
@@ -141,7 +154,6 @@ class CostCache:
         except BaseException:
             connection.close()
             raise
-        self._connection, self._pid = connection, os.getpid()
         return connection
 
     def _set_aside(self) -> None:

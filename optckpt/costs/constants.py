@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from tensorflow.python.framework import tensor_util
+from tensorflow.python.framework import tensor_shape, tensor_util
+from tensorflow.python.ops import handle_data_util
 
 LARGEST = 1 << 16
 """Elements of the largest tensor whose value is looked for."""
@@ -19,6 +20,7 @@ _DEPTH = 40
 
 Evaluate = Callable[[Any, Sequence[np.ndarray]], Sequence[np.ndarray]]
 """Runs a `tf.Operation` on concrete inputs."""
+Shapes = Sequence[tuple[int, ...]]
 
 
 def static_shape(tensor: Any) -> tuple[int, ...] | None:
@@ -30,15 +32,48 @@ def static_shape(tensor: Any) -> tuple[int, ...] | None:
     return None if None in dims else dims
 
 
+def variable_shape(handle: Any) -> tuple[int, ...] | None:
+    """Shape of the variable behind a resource tensor, if its graph knows it."""
+    try:
+        data = handle_data_util.get_resource_handle_data(handle)
+    except Exception:  # What a graph without the data raises differs between versions.
+        return None
+    if data is None or not data.is_set or len(data.shape_and_type) != 1:
+        return None
+    shape = tensor_shape.TensorShape(data.shape_and_type[0].shape)
+    return tuple(shape.as_list()) if shape.is_fully_defined() else None
+
+
 class Folder:
     """Folds constants of TensorFlow graphs, remembering what it found.
 
     Without `evaluate` only constants, and shapes that are known statically, have a value.
+    `probe` tells the shapes of an operation's outputs by running it on synthetic inputs (None:
+    it cannot); without it only static shapes are known.
     """
 
-    def __init__(self, evaluate: Evaluate | None = None) -> None:
+    def __init__(
+        self,
+        evaluate: Evaluate | None = None,
+        probe: Callable[[Any], Shapes | None] | None = None,
+    ) -> None:
         self._evaluate = evaluate
+        self._probe = probe
         self._known: dict[Any, np.ndarray | None] = {}
+        self._probed: dict[Any, Shapes | None] = {}
+
+    def shape(self, tensor: Any) -> tuple[int, ...] | None:
+        """The shape of `tensor`: static, or as seen when its operation is run alone."""
+        shape = static_shape(tensor)
+        if shape is not None or self._probe is None:
+            return shape
+        op = tensor.op
+        if op not in self._probed:
+            # Also guards against cycles (v1 loops).
+            self._probed[op] = None
+            self._probed[op] = self._probe(op)
+        shapes = self._probed[op]
+        return None if shapes is None else shapes[tensor.value_index]
 
     def value(self, tensor: Any) -> np.ndarray | None:
         """The value of `tensor` as an array if it is the same in every step, else None."""
@@ -58,12 +93,15 @@ class Folder:
         if shape is None or math.prod(shape) > LARGEST or depth == 0:
             return None
         dtype = tensor.dtype.base_dtype
-        if dtype.as_numpy_dtype is object or dtype.name in ("resource", "variant"):
+        if dtype.name in ("resource", "variant", "string"):
             return None
         if op.type == "Const":
-            return tensor_util.MakeNdarray(op.get_attr("value"))
+            return np.asarray(tensor_util.MakeNdarray(op.get_attr("value")))
         if op.type in ("Shape", "ShapeN", "Size", "Rank"):
             return _of_shape(tensor, op)
+        if op.type == "VariableShape":
+            dims = variable_shape(op.inputs[0])
+            return None if dims is None else np.array(dims, dtype.as_numpy_dtype)
         if self._evaluate is None or not op.inputs or op.op_def.is_stateful:
             return None
         values = []
@@ -78,7 +116,7 @@ class Folder:
             return None
         for output, result in zip(op.outputs, results, strict=False):
             self._known[output.ref()] = result
-        return results[tensor.value_index]
+        return np.asarray(results[tensor.value_index])
 
 
 def _of_shape(tensor: Any, op: Any) -> np.ndarray | None:

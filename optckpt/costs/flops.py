@@ -44,6 +44,7 @@ FREE = frozenset(
         "StopGradient",
         "VarHandleOp",
         "Variable",
+        "VariableShape",
         "VariableV2",
     }
 )
@@ -51,14 +52,14 @@ _NESTING = 8
 
 
 def flops(capture: Captured, options: CostOptions) -> Sequence[Cost]:
-    """Roofline seconds of each operation of the graph; no workspace."""
+    """Roofline seconds of each operation; the workspace stays what the capture found."""
     folder = Folder()
     return [
         Cost(
             sum(roofline(op, FLOPS_PER_SECOND, BYTES_PER_SECOND, folder) for op in unit),
-            0,
+            operation.workspace,
         )
-        for unit in capture.units
+        for unit, operation in zip(capture.units, capture.graph.operations, strict=True)
     ]
 
 
@@ -75,9 +76,7 @@ def roofline(
     calls = called(op, folder) if nesting else None
     if calls is not None:
         bodies = [
-            sum(
-                roofline(o, flops_per_second, bytes_per_second, folder, nesting - 1) for o in body
-            )
+            sum(roofline(o, flops_per_second, bytes_per_second, folder, nesting - 1) for o in body)
             for body in calls.bodies
         ]
         if not bodies:
@@ -116,7 +115,7 @@ def _elements(tensor: Any) -> int:
 
 
 def _bytes(tensor: Any) -> int:
-    return _elements(tensor) * tensor.dtype.base_dtype.size
+    return _elements(tensor) * int(tensor.dtype.base_dtype.size)
 
 
 def _conv(result: Any, kernel: Any) -> int:
@@ -158,13 +157,17 @@ def _einsum(op: Any) -> int:
     return factor * math.prod(sizes.values())
 
 
+def _window(op: Any) -> int:
+    return math.prod(int(k) for k in op.get_attr("ksize"))
+
+
 def _pool(op: Any) -> int:
     result = min(op.inputs[0], op.outputs[0], key=_elements)
-    return _elements(result) * math.prod(op.get_attr("ksize"))
+    return _elements(result) * _window(op)
 
 
 def _pool_gradient(op: Any) -> int:
-    return _elements(op.inputs[-1]) * math.prod(op.get_attr("ksize"))
+    return _elements(op.inputs[-1]) * _window(op)
 
 
 _COUNTS: dict[str, Callable[[Any], int]] = {

@@ -66,11 +66,11 @@ def _graph(op: Any, name: str) -> Any:
     definition = _definition(op, name)
     if definition is None:
         return None
-    shapes = [t.shape for t in op.inputs]
-    if len(shapes) != len(definition.signature.input_arg):
-        shapes = None  # A branch does not take the index that selects it.
-        if op.type in BRANCHES:
-            shapes = [t.shape for t in op.inputs][1:]
+    # A branch does not take the index that selects it.
+    inputs = op.inputs[1:] if op.type in BRANCHES else op.inputs
+    shapes: list[Any] | None = [t.shape for t in inputs]
+    if len(inputs) != len(definition.signature.input_arg):
+        shapes = None
     try:
         return function_def_to_graph.function_def_to_graph(definition, input_shapes=shapes)
     except Exception:

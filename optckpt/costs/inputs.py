@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from tensorflow.python.framework import dtypes
 
-from optckpt.costs.constants import Folder, static_shape
+from optckpt.costs.constants import Folder
 
 _BLOCK = 1 << 16
 _SHOWN = 32
@@ -52,7 +52,7 @@ _POSITIVE: dict[str, tuple[int, ...]] = {
 _VALUED = {("Pow", 1)}
 
 
-class Unmeasurable(Exception):
+class UnmeasurableError(Exception):
     """An operation that cannot be run alone; the message says why."""
 
 
@@ -80,14 +80,14 @@ class Argument:
 
 
 def argument(op: Any, index: int, folder: Folder) -> Argument:
-    """How to make input number `index` of `op`. Raises Unmeasurable, saying why."""
+    """How to make input number `index` of `op`. Raises UnmeasurableError, saying why."""
     tensor = op.inputs[index]
     dtype = tensor.dtype.base_dtype
     if dtype.name in ("resource", "variant", "string"):
-        raise Unmeasurable(f"input {index} is a {dtype.name}")
-    shape = static_shape(tensor)
+        raise UnmeasurableError(f"input {index} is a {dtype.name}")
+    shape = folder.shape(tensor)
     if shape is None:
-        raise Unmeasurable(f"the shape of input {index} is not known")
+        raise UnmeasurableError(f"the shape of input {index} is not known")
     if dtype.is_floating or dtype.is_complex:
         if (op.type, index) in _VALUED and math.prod(shape) == 1:
             value = folder.value(tensor)
@@ -101,7 +101,7 @@ def argument(op: Any, index: int, folder: Folder) -> Argument:
     if dtype.is_bool:
         return Argument(dtype.name, shape, "mask")
     if dtype.is_quantized:
-        raise Unmeasurable(f"input {index} is quantised ({dtype.name})")
+        raise UnmeasurableError(f"input {index} is quantised ({dtype.name})")
     return Argument(dtype.name, shape, "index", max(1, _bound(op, index, folder)))
 
 
@@ -119,7 +119,7 @@ def _bound(op: Any, index: int, folder: Folder) -> int:
     def folded(i: int) -> np.ndarray:
         value = folder.value(op.inputs[i])
         if value is None:
-            raise Unmeasurable(f"input {i} is not the same in every step")
+            raise UnmeasurableError(f"input {i} is not the same in every step")
         return value
 
     kind = op.type

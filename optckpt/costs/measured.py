@@ -15,14 +15,21 @@ from typing import Any
 import tensorflow as tf
 
 from optckpt.costs.cache import Cost
-from optckpt.costs.constants import Folder, static_shape
+from optckpt.costs.constants import Folder, Shapes, static_shape
 from optckpt.costs.execute import CHAIN, Runner, eager_scope, run_operation
 from optckpt.costs.flops import FREE, roofline
 from optckpt.costs.functions import called
-from optckpt.costs.inputs import Argument, Unmeasurable
+from optckpt.costs.inputs import Argument, UnmeasurableError
 from optckpt.costs.progress import Display
 from optckpt.costs.registry import Captured, CostOptions
-from optckpt.costs.signature import Call, Program, leaving, make_program, short_device
+from optckpt.costs.signature import (
+    Call,
+    Program,
+    environment,
+    leaving,
+    make_program,
+    short_device,
+)
 from optckpt.graph import TrainingGraph
 
 logger = logging.getLogger("optckpt.costs")
@@ -43,20 +50,22 @@ def measured(capture: Captured, options: CostOptions) -> Sequence[Cost]:
     Seconds are the least of `options.repeats` or more executions after a warm-up, less the
     overhead of dispatching from Python. Workspace is the allocator's peak beyond inputs and
     outputs (0 where the device does not keep statistics; TensorFlow's CPU allocator ignores
-    blocks under 256 KiB). An operation whose input dies there in base order, and whose output
+    blocks under 256 KiB), and at least what the capture found. An operation whose input dies there in base order, and whose output
     takes over its memory, is charged what it takes in place.
 
     The device's memory statistics are reset on the way; nothing else is changed.
     """
     start = time.perf_counter()
-    units = capture.units
+    units, operations = capture.units, capture.graph.operations
     in_place = _dying_inputs(capture.graph)
     with eager_scope(), Display(options.progress, len(units)) as display:
         meter = _Meter(capture.device, options)
         costs = []
         for i, unit in enumerate(units):
-            display.update(i, capture.graph.operations[i].name)
-            costs.append(meter.unit(unit, in_place[i]))
+            display.update(i, operations[i].name)
+            cost = meter.unit(unit, in_place[i])
+            # A device without statistics measures nothing of what a unit holds inside.
+            costs.append(Cost(cost.seconds, max(cost.workspace, operations[i].workspace)))
         display.update(len(units), "")
     logger.info(
         "costs of %d operations: %d signatures measured, %d from the cache, %d operations "
@@ -93,13 +102,16 @@ class _Meter:
         self.measured = 0
         self.cached = 0
         self.estimated = 0
+        self._devices = {short_device(d.name) for d in tf.config.list_logical_devices()}
         self._default = self._existing(short_device(device), "/device:CPU:0")
         self._options = options
-        self._folder = Folder(run_operation)
+        self._folder = Folder(run_operation, self._probe)
+        self._shapes: dict[str, list[tuple[int, ...]]] = {}
         self._runners: dict[str, Runner] = {}
         self._known: dict[str, Cost] = {}
         self._failed: set[str] = set()
         self._warned: set[str] = set()
+        self._environments: dict[str, dict[str, Any]] = {}
         self._rates: dict[str, tuple[float, float]] = {}
 
     def unit(self, ops: Sequence[Any], in_place: bool) -> Cost:
@@ -110,7 +122,9 @@ class _Meter:
         if len(working) == 1:
             return self._operation(working[0], in_place)
         if len({self._device(op) for op in working}) == 1:
-            cost = self._program(working, "+".join(op.type for op in working))
+            # Views between the members stay, lest their inputs look as if they came from outside.
+            members = [op for op in ops if op.inputs and not op.op_def.is_stateful]
+            cost = self._program(members, "+".join(op.type for op in working))
             if cost is not None:
                 return cost
         return self._sequence(ops)
@@ -134,32 +148,28 @@ class _Meter:
     def _sequence(self, ops: Sequence[Any], nesting: int = _NESTING) -> Cost:
         """Operations one after the other; tensors that do not leave them are workspace."""
         inner = set(ops)
-        outside = set(id(t) for t in leaving(ops))
-        last: dict[int, int] = {}
-        for i, op in enumerate(ops):
-            for t in op.inputs:
-                if t.op in inner:
-                    last[id(t)] = i
+        outside = {t.ref() for t in leaving(ops)}
+        held: dict[Any, int] = {}
+        last = {t.ref(): i for i, op in enumerate(ops) for t in op.inputs if t.op in inner}
         live, peak, seconds = 0, 0, 0.0
         for i, op in enumerate(ops):
             cost = self._operation(op, nesting=nesting)
             seconds += cost.seconds
-            made = [t for t in op.outputs if id(t) not in outside and op.type not in FREE]
-            live += sum(_bytes(t) for t in made)
+            if op.type not in FREE:
+                made = {t.ref(): _bytes(t) for t in op.outputs if t.ref() not in outside}
+                held.update(made)
+                live += sum(made.values())
             peak = max(peak, live + cost.workspace)
-            dying = {id(t): t for t in op.inputs if last.get(id(t)) == i}
-            live -= sum(
-                _bytes(t)
-                for t in dying.values()
-                if id(t) not in outside and t.op.type not in FREE
-            )
+            for t in (*op.inputs, *op.outputs):
+                if last.get(t.ref(), -1) <= i:
+                    live -= held.pop(t.ref(), 0)
         return Cost(seconds, peak)
 
     def _program(self, ops: Sequence[Any], name: str) -> Cost | None:
         """Measured or cached cost; None if it cannot be measured."""
         try:
             program = make_program(ops, self._folder)
-        except Unmeasurable as reason:
+        except UnmeasurableError as reason:
             logger.debug("%s (%s) cannot be measured alone: %s", ops[0].name, name, reason)
             return None
         except Exception as error:
@@ -169,8 +179,8 @@ class _Meter:
 
     def _measure(self, program: Program, device: str, name: str) -> Cost | None:
         try:
-            signature = program.signature(device)
-        except Unmeasurable as reason:
+            signature = program.signature(self._environment(device))
+        except UnmeasurableError as reason:
             logger.debug("%s (%s) cannot be measured alone: %s", name, program.name, reason)
             return None
         if signature in self._known:
@@ -184,7 +194,7 @@ class _Meter:
         else:
             try:
                 cost = self._runner(device).measure(program)
-            except Unmeasurable as reason:
+            except UnmeasurableError as reason:
                 logger.debug("%s (%s) cannot be measured alone: %s", name, program.name, reason)
             except Exception as error:
                 self._warn(program.name, name, error)
@@ -221,6 +231,19 @@ class _Meter:
         each = (chained.seconds - plain.seconds) / (CHAIN - 1)
         return Cost(min(max(each, _LEAST_IN_PLACE * plain.seconds), plain.seconds), 0)
 
+    def _probe(self, op: Any) -> Shapes | None:
+        """Shapes of the outputs of `op`, seen by running it on synthetic inputs."""
+        try:
+            program = make_program([op], self._folder)
+            device = self._device(op)
+            signature = program.signature(self._environment(device))
+            if signature not in self._shapes:
+                self._shapes[signature] = self._runner(device).shapes(program)
+            return self._shapes[signature]
+        except Exception as error:
+            logger.debug("%s (%s): unknown output shapes: %s", op.name, op.type, error)
+            return None
+
     def _estimate(self, op: Any) -> Cost:
         self.estimated += 1
         flops_per_second, bytes_per_second = self._device_rates(self._device(op))
@@ -238,13 +261,17 @@ class _Meter:
         return self._rates[device]
 
     def _device(self, op: Any) -> str:
-        return self._existing(short_device(op.device), self._default) if op.device else (
-            self._default
+        return (
+            self._existing(short_device(op.device), self._default) if op.device else (self._default)
         )
 
+    def _environment(self, device: str) -> dict[str, Any]:
+        if device not in self._environments:
+            self._environments[device] = environment(device)
+        return self._environments[device]
+
     def _existing(self, device: str, otherwise: str) -> str:
-        known = {short_device(d.name) for d in tf.config.list_logical_devices()}
-        return device if device in known else otherwise
+        return device if device in self._devices else otherwise
 
     def _runner(self, device: str) -> Runner:
         if device not in self._runners:

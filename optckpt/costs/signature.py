@@ -18,8 +18,8 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.framework import tensor_util
 
-from optckpt.costs.constants import Folder, static_shape
-from optckpt.costs.inputs import Argument, Unmeasurable, argument
+from optckpt.costs.constants import Folder, static_shape, variable_shape
+from optckpt.costs.inputs import Argument, UnmeasurableError, argument
 
 SIGNATURE_VERSION = 1
 
@@ -61,8 +61,8 @@ class Program:
         """Operation types joined by `+`."""
         return "+".join(c.type for c in self.calls)
 
-    def signature(self, device: str) -> str:
-        """JSON text that identifies the cost of this program on `device`."""
+    def signature(self, environment: Mapping[str, Any]) -> str:
+        """JSON text that identifies the cost of this program in an `environment`."""
         calls = [
             {
                 "op": c.type,
@@ -79,7 +79,7 @@ class Program:
             data["results"] = [list(r) for r in self.results]
         if self.chain is not None:
             data["in_place"] = self.chain
-        data["environment"] = environment(device)
+        data["environment"] = dict(environment)
         return json.dumps(data, sort_keys=True, separators=(",", ":"))
 
 
@@ -87,7 +87,7 @@ def make_program(ops: Sequence[Any], folder: Folder) -> Program:
     """The program of one or more `tf.Operation`s, in the order given.
 
     Raises:
-        Unmeasurable: if one of them is stateful, calls a function, or has an input that
+        UnmeasurableError: if one of them is stateful, calls a function, or has an input that
             cannot be made up.
     """
     position = {op: i for i, op in enumerate(ops)}
@@ -98,10 +98,10 @@ def make_program(ops: Sequence[Any], folder: Folder) -> Program:
             continue
         attrs = _attributes(op)
         if op.op_def.is_stateful:
-            raise Unmeasurable("it is stateful")
+            raise UnmeasurableError("it is stateful")
         for t in op.outputs:
             if t.dtype.base_dtype.name in ("resource", "variant"):
-                raise Unmeasurable(f"it makes a {t.dtype.base_dtype.name}")
+                raise UnmeasurableError(f"it makes a {t.dtype.base_dtype.name}")
         inputs: list[Argument | Link] = []
         for i, t in enumerate(op.inputs):
             inner = position.get(t.op)
@@ -134,7 +134,7 @@ def _attributes(op: Any) -> dict[str, Any]:
         if name.startswith("_"):
             continue
         if value.HasField("func") or value.list.func:
-            raise Unmeasurable("it calls a function")
+            raise UnmeasurableError("it calls a function")
         attrs[name] = value
     return attrs
 
@@ -143,11 +143,11 @@ def _gather(op: Any, folder: Folder) -> Call:
     """A gather from a variable costs what a gather from a tensor of its shape costs."""
     table = variable_shape(op.inputs[0])
     if table is None:
-        raise Unmeasurable("the shape of the variable is not known")
+        raise UnmeasurableError("the shape of the variable is not known")
     indices = op.inputs[1]
-    shape = static_shape(indices)
+    shape = folder.shape(indices)
     if shape is None:
-        raise Unmeasurable("the shape of input 1 is not known")
+        raise UnmeasurableError("the shape of input 1 is not known")
     dtype = op.get_attr("dtype")
     index_dtype = indices.dtype.base_dtype
     batch_dims = op.get_attr("batch_dims")
@@ -167,15 +167,6 @@ def _gather(op: Any, folder: Folder) -> Call:
         ),
         ((dtype.name, static_shape(op.outputs[0])),),
     )
-
-
-def variable_shape(handle: Any) -> tuple[int, ...] | None:
-    """Shape of the variable behind a resource tensor, if its graph knows it."""
-    data = getattr(handle, "_handle_data", None)
-    if data is None or not data.is_set or len(data.shape_and_type) != 1:
-        return None
-    dims = tuple(tf.TensorShape(data.shape_and_type[0].shape).as_list())
-    return None if None in dims else dims
 
 
 def plain(attr: Any) -> Any:
@@ -202,7 +193,7 @@ def _plain_value(field: str, value: Any) -> Any:
         return str(tf.TensorShape(value))
     if field == "tensor":
         if value.ByteSize() > _MAX_ATTR_TENSOR:
-            raise Unmeasurable("it has a large tensor as an attribute")
+            raise UnmeasurableError("it has a large tensor as an attribute")
         return tf.make_ndarray(value).tolist()
     return value
 

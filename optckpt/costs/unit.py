@@ -9,5 +9,5 @@ from optckpt.costs.registry import Captured, CostOptions
 
 
 def unit(capture: Captured, options: CostOptions) -> Sequence[Cost]:
-    """1.0 s and no workspace for each operation of the graph."""
-    return [Cost(1.0, 0)] * len(capture.graph.operations)
+    """1.0 s for each operation of the graph; the workspace stays what the capture found."""
+    return [Cost(1.0, op.workspace) for op in capture.graph.operations]
