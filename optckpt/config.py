@@ -343,6 +343,8 @@ def _parse_yaml(text: str, source: str) -> tuple[dict[str, Any], dict[Path_, int
         mark = e.problem_mark or e.context_mark
         where = f"{source}:{mark.line + 1}" if mark else source
         raise ConfigError(f"{where}: not valid YAML: {e.problem or e.context}") from None
+    except ConfigError:
+        raise
     except (yaml.YAMLError, ValueError, RecursionError) as e:
         raise ConfigError(f"{source}: not valid YAML: {e}") from None
     finally:
@@ -367,6 +369,8 @@ def _walk(
         first: dict[str, int] = {}
         for key, value in node.value:
             line = key.start_mark.line + 1
+            if key.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"):
+                raise ConfigError(f"{source}:{line}: keys are words, this one is not")
             name = str(key.value)
             if name in first:
                 raise ConfigError(
@@ -437,8 +441,6 @@ def _explain(error: ErrorDetails, data: Mapping[str, Any]) -> tuple[Path_, str]:
     if kind == "literal_error":
         choices = re.findall(r"'([^']*)'", str(context.get("expected", "")))
         return path, f"unknown value {value!r}; {_suggest(str(value), choices)}"
-    if kind == "invalid_key":
-        return path[:-1], f"the key {path[-1]!r} is not a word; put it in quotes"
     nouns = {"int": "a whole number", "float": "a number", "bool": "true or false"}
     nouns |= {"string": "text", "str": "text", "tuple": "a list", "list": "a list"}
     noun = nouns.get(kind.removesuffix("_type"))
@@ -470,7 +472,8 @@ def _model_names() -> list[str]:
 
 
 def _suggest(word: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.6)
+    close = [k for k in known if word and k.startswith(word.lower())]
+    close += difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.6)
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
 
 

@@ -1,1 +1,1 @@
-"""."""
+"""What a person sees: tables, figures, progress."""

@@ -1,0 +1,5 @@
+"""`python -m optckpt`: the command line."""
+
+from optckpt.cli import main
+
+main()
