@@ -34,7 +34,8 @@ class Budget:
     def parse(cls, value: Budget | int | float | str) -> Budget:
         """Read a budget: an int of bytes, a float fraction (0 < f <= 1), "6GiB", "6 GB", "60%".
 
-        KB, MB, GB are powers of 1000; KiB, MiB, GiB and K, M, G powers of 1024.
+        "0.6" is a fraction too, for command lines. KB, MB, GB are powers of 1000;
+        KiB, MiB, GiB and K, M, G powers of 1024.
 
         Raises:
             BudgetError: names the value and shows the accepted forms.
@@ -57,6 +58,8 @@ class Budget:
                     number, unit = float(match[1]), match[2].lower()
                     if unit == "%" and 0 < number <= 100:
                         return cls(fraction=number / 100)
+                    if not unit and "." in match[1] and 0 < number <= 1:
+                        return cls(fraction=number)
                     if unit in _UNITS and number * _UNITS[unit] >= 1:
                         return cls(bytes=int(number * _UNITS[unit]))
         raise BudgetError(

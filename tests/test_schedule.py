@@ -1,0 +1,94 @@
+import json
+from dataclasses import replace
+
+import pytest
+
+from optckpt.errors import PlanError
+from optckpt.frontends import synthetic
+from optckpt.planner import make_plan
+from optckpt.schedule import Certificate, Plan, Schedule
+
+GRAPH = synthetic.chain(6)
+
+
+@pytest.fixture
+def plan():
+    return make_plan(GRAPH, "60%", "sqrt_n")
+
+
+def test_steps_count_earlier_executions():
+    assert list(Schedule((0, 1, 0, 2, 0)).steps()) == [(0, 0), (1, 0), (0, 1), (2, 0), (0, 2)]
+
+
+def test_base_schedule():
+    base = Schedule.base(GRAPH)
+    assert base.executions == tuple(range(len(GRAPH.operations)))
+    assert len(base) == len(GRAPH.operations)
+
+
+def test_gap():
+    certificate = Certificate("x", "feasible", 0.5, 0.2, 1.0)
+    assert certificate.gap == pytest.approx(0.3)
+    assert replace(certificate, bound=0.6).gap == 0
+    assert replace(certificate, cost=None).gap is None
+
+
+def test_json_round_trip(plan):
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    unlimited = make_plan(GRAPH, None, "store_all")
+    assert unlimited.budget is None
+    assert Plan.from_json(json.loads(json.dumps(unlimited.to_json()))) == unlimited
+
+
+def test_save_and_load(plan, tmp_path):
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    assert Plan.load(path) == plan
+
+
+def damaged(plan, **change):
+    data = plan.to_json()
+    for key, value in change.items():
+        if value is ...:
+            del data[key]
+        else:
+            data[key] = value
+    return data
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"format": "optckpt.training-graph"}, "not a plan"),
+        ({"format": ...}, "not a plan"),
+        ({"version": 0}, "version 0"),
+        ({"schedule": ...}, "'schedule'"),
+        ({"certificate": ...}, "'certificate'"),
+        ({"certificate": {}}, "'status'"),
+        ({"certificate": {"status": "guessed"}}, "'guessed'"),
+        ({"certificate": {"status": "optimal", "colour": 1}}, "malformed"),
+        ({"schedule": ["x"]}, "malformed"),
+        ({"budget": "much"}, "malformed"),
+        ({"overhead": None}, "malformed"),
+    ],
+)
+def test_damaged_plans_are_refused(plan, change, word):
+    with pytest.raises(PlanError, match=word):
+        Plan.from_json(damaged(plan, **change))
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"format": "x"}'])
+def test_load_names_the_file(tmp_path, text):
+    path = tmp_path / "bad.json"
+    path.write_text(text)
+    with pytest.raises(PlanError, match=r"bad\.json"):
+        Plan.load(path)
+
+
+def test_a_plan_fits_its_own_graph_only(plan):
+    plan.check_graph(GRAPH)
+    plan.check_graph(GRAPH.with_costs([2.0] * len(GRAPH.operations)))
+    with pytest.raises(PlanError, match="another graph"):
+        plan.check_graph(synthetic.chain(7))
+    with pytest.raises(PlanError, match="make a new plan"):
+        plan.check_graph(synthetic.chain(6, size=1 << 19))
