@@ -1,0 +1,309 @@
+"""What is known of TensorFlow's operations: views, in-place reuse, repeatability, fused pairs.
+
+The view and in-place tables were established with the CPU allocator (peak bytes of a function
+that makes a tensor and feeds it to the operation); a test repeats the measurement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.eager import context
+from tensorflow.python.framework import op_def_registry, tensor_util
+
+
+def words(text: str) -> frozenset[str]:
+    """The words of `text`."""
+    return frozenset(text.split())
+
+
+MARK = "_optckpt"
+"""Attribute of the operations that the rewrite has added; its value is unique in a process."""
+
+RESIDENT = words("""
+    Const HostConst ImmutableConst Placeholder PlaceholderV2 _Arg VarHandleOp _VarHandlesOp
+    ReadVariableOp _ReadVariablesOp Variable VariableV2 PlaceholderWithDefault
+    """)
+"""Operations whose outputs are in memory throughout the step, whatever is recomputed."""
+
+METADATA = words("Shape ShapeN Size Rank")
+"""Operations that look at the shape of their inputs only."""
+
+_VIEWS = words("""
+    Reshape ExpandDims Squeeze Identity StopGradient PreventGradient Bitcast EnsureShape
+    GuaranteeConst DebugGradientIdentity
+    """)
+
+# These return their input where they turn out to have nothing to do.
+_VIEWS_IF_SAME_COUNT = words(
+    "BroadcastTo Tile Pad PadV2 Sum Mean Prod Max Min All Any EuclideanNorm"
+)
+
+_UNARY = """
+    Abs Neg Reciprocal Inv Square Sqrt Rsqrt Round Exp Expm1 Log Log1p Sinh Cosh Tanh Asinh Acosh
+    Atanh Erf Erfc Sigmoid Sin Cos Tan Asin Acos Atan Lgamma Digamma Ndtri Erfinv Sign Floor Ceil
+    Rint BesselI0e BesselI1e Relu Relu6 Elu Selu Softplus Softsign LeakyRelu Softmax LogSoftmax
+    ZerosLike OnesLike Snapshot BiasAdd ClipByValue LogicalNot MatrixSetDiag MatrixSetDiagV2
+    MatrixSetDiagV3 MatrixBandPart SoftmaxCrossEntropyWithLogits
+    SparseSoftmaxCrossEntropyWithLogits CheckNumerics CheckNumericsV2
+"""
+_BINARY = """
+    Add AddV2 Sub Mul MulNoNan Div DivNoNan RealDiv FloorDiv FloorMod TruncateDiv Maximum Minimum
+    Pow SquaredDifference Atan2 Xdivy Xlogy Xlog1py Zeta NextAfter LogicalAnd LogicalOr
+    ReluGrad Relu6Grad EluGrad SeluGrad SoftplusGrad SoftsignGrad LeakyReluGrad
+    SigmoidGrad TanhGrad SqrtGrad RsqrtGrad ReciprocalGrad InvGrad
+"""
+_INPLACE: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(_UNARY.split(), (0,)),
+    **dict.fromkeys(_BINARY.split(), (0, 1)),
+    "Select": (1, 2),
+    "SelectV2": (1, 2),
+}
+
+_CALLS = words("""
+    While StatelessWhile If StatelessIf Case StatelessCase PartitionedCall StatefulPartitionedCall
+    """)
+
+_CONTROL_FLOW_V1 = words("""
+    Enter RefEnter Exit RefExit Switch RefSwitch Merge RefMerge NextIteration RefNextIteration
+    LoopCond ControlTrigger
+    """)
+
+# Not stateful by their definition, but with an effect outside, or changing their input.
+_ONCE = words("""
+    PyFuncStateless NcclAllReduce NcclReduce NcclBroadcast InplaceUpdate InplaceAdd InplaceSub
+    Assign AssignAdd AssignSub
+    """)
+_ONCE_PREFIXES = ("Collective", "_Send", "_Recv", "_HostSend", "_HostRecv", "Xla", "TPU")
+
+_OPAQUE = frozenset((tf.resource, tf.variant, tf.string))
+
+
+def views(op: tf.Operation) -> list[tuple[int, int]]:
+    """(input, output) index pairs where the output shares the input's memory; empty: none."""
+    kind = op.type
+    if kind in _VIEWS:
+        return [(0, 0)]
+    if kind == "IdentityN":
+        return [(i, i) for i in range(len(op.outputs))]
+    if kind in _VIEWS_IF_SAME_COUNT:
+        count = _count(op.inputs[0])
+        return [(0, 0)] if count is not None and count == _count(op.outputs[0]) else []
+    if kind == "Cast":
+        return [(0, 0)] if op.inputs[0].dtype == op.outputs[0].dtype else []
+    if kind in ("AddN", "Pack"):
+        return [(0, 0)] if len(op.inputs) == 1 else []
+    special = _SPECIAL_VIEWS.get(kind)
+    return special(op) if special else []
+
+
+def inplace_inputs(op: tf.Operation) -> tuple[int, ...]:
+    """Indices of the inputs whose memory the kernel takes over when nobody else holds it."""
+    if op.type == "AddN":
+        return tuple(range(len(op.inputs)))
+    return _INPLACE.get(op.type, ())
+
+
+def is_call(op: tf.Operation) -> bool:
+    """Whether the operation runs functions: a call, a conditional, a loop."""
+    return op.type in _CALLS
+
+
+def is_control_flow_v1(op: tf.Operation) -> bool:
+    """Whether the operation is a primitive of TensorFlow 1 control flow (Switch, Merge, ...)."""
+    return op.type in _CONTROL_FLOW_V1
+
+
+def is_opaque(dtype: tf.DType) -> bool:
+    """Whether tensors of this type hold handles, strings or references rather than numbers."""
+    return dtype in _OPAQUE or dtype._is_ref_dtype
+
+
+def is_pure(op: tf.Operation) -> bool:
+    """Whether executing the operation twice on the same inputs is the same as executing it once.
+
+    Functions that it calls are looked into. Anything stateful, random with hidden state,
+    collective, or on resources, variants, strings and references is not pure.
+    """
+    kind = op.type
+    if kind in RESIDENT or kind in _CONTROL_FLOW_V1 or _runs_once(kind):
+        return False
+    if any(is_opaque(t.dtype) for t in op.inputs) or any(is_opaque(t.dtype) for t in op.outputs):
+        return False
+    if kind in _CALLS:
+        return _calls_are_pure(op.graph, _functions(op.node_def), set())
+    return not op._is_stateful
+
+
+def _runs_once(kind: str) -> bool:
+    return kind in _ONCE or kind.startswith(_ONCE_PREFIXES)
+
+
+def _functions(node: Any) -> list[str]:
+    names = []
+    for value in node.attr.values():
+        if value.HasField("func"):
+            names.append(value.func.name)
+        elif value.HasField("list"):
+            names.extend(f.name for f in value.list.func)
+    return names
+
+
+def _calls_are_pure(graph: tf.Graph, names: Iterable[str], seen: set[str]) -> bool:
+    for name in names:
+        if name in seen:
+            continue
+        seen.add(name)
+        definition = _function_def(graph, name)
+        if definition is None:
+            return False
+        for node in definition.node_def:
+            if _runs_once(node.op):
+                return False
+            if node.op not in _CALLS:
+                op_def = op_def_registry.get(node.op)
+                # An unregistered operation type is a function called by its name.
+                if op_def is None:
+                    if not _calls_are_pure(graph, [node.op], seen):
+                        return False
+                elif op_def.is_stateful:
+                    return False
+            if not _calls_are_pure(graph, _functions(node), seen):
+                return False
+    return True
+
+
+def _function_def(graph: tf.Graph, name: str) -> Any:
+    level = graph
+    while level is not None:
+        found = level._get_function(name)
+        if found is not None:
+            return found.cached_definition
+        level = getattr(level, "outer_graph", None)
+    eager = context.context()
+    return eager.get_function_def(name) if eager.has_function(name) else None
+
+
+def fused_partner(op: tf.Operation) -> list[tf.Operation]:
+    """Operations that oneDNN's layout pass could merge with `op`, `op` being the first of the two.
+
+    Conv2D + BiasAdd, BiasAddGrad + Conv2DBackpropFilter of the same incoming gradient, and
+    Pad + Conv2D; only in float32. Candidates in creation order; each is of another type.
+    """
+    if op.type == "Conv2D":
+        target, slot = "BiasAdd", 0
+        source = op.outputs[0]
+    elif op.type == "Pad":
+        target, slot = "Conv2D", 0
+        source = op.outputs[0]
+    elif op.type == "BiasAddGrad":
+        target, slot = "Conv2DBackpropFilter", 2
+        source = op.inputs[0]
+    else:
+        return []
+    if op.outputs[0].dtype != tf.float32:
+        return []
+    found = {
+        c
+        for c in source.consumers()
+        if c.type == target and c.inputs[slot] is source and c.device == op.device
+    }
+    return sorted(found, key=lambda c: c._id)
+
+
+def _count(tensor: tf.Tensor) -> int | None:
+    count: int | None = tensor.shape.num_elements()
+    return count
+
+
+def _rows_aligned(tensor: tf.Tensor) -> bool:
+    """Whether every row along axis 0 starts at an address that Eigen accepts (64 bytes)."""
+    inner = tensor.shape[1:].num_elements()
+    return inner is not None and inner * tensor.dtype.size % 64 == 0
+
+
+def _constant(tensor: tf.Tensor) -> list[int] | None:
+    value = tensor_util.constant_value(tensor)
+    return None if value is None else [int(v) for v in value.reshape(-1)]
+
+
+def _slice_views(op: tf.Operation) -> list[tuple[int, int]]:
+    source, out = op.inputs[0], op.outputs[0]
+    if source.shape.rank in (None, 0) or out.shape.rank != source.shape.rank:
+        return []
+    if not source.shape[1:].is_fully_defined() or source.shape[1:] != out.shape[1:]:
+        return []
+    same = source.shape.is_fully_defined() and source.shape == out.shape
+    return [(0, 0)] if same or _rows_aligned(source) else []
+
+
+def _strided_slice_views(op: tf.Operation) -> list[tuple[int, int]]:
+    source, out = op.inputs[0], op.outputs[0]
+    if source.shape.rank in (None, 0) or not source.shape.is_fully_defined():
+        return []
+    if _count(source) == _count(out):
+        steps = _constant(op.inputs[3])
+        # A full reversal keeps the count, too.
+        return [(0, 0)] if steps is not None and all(s == 1 for s in steps) else []
+    begin, end, steps = (_constant(t) for t in op.inputs[1:4])
+    if begin is None or end is None or steps is None or not begin:
+        return []
+    if op.get_attr("ellipsis_mask") or op.get_attr("new_axis_mask") or steps[0] != 1:
+        return []
+    begin_mask, end_mask = op.get_attr("begin_mask"), op.get_attr("end_mask")
+    shrink = op.get_attr("shrink_axis_mask")
+    if shrink & ~1 or any(s != 1 for s in steps):
+        return []
+    for axis in range(1, len(begin)):
+        size = source.shape[axis]
+        whole_begin = begin_mask >> axis & 1 or begin[axis] in (0, -size)
+        whole_end = end_mask >> axis & 1 or end[axis] >= size
+        if not (whole_begin and whole_end):
+            return []
+    return [(0, 0)] if _rows_aligned(source) else []
+
+
+def _split_views(
+    axis_input: int, value_input: int
+) -> Callable[[tf.Operation], list[tuple[int, int]]]:
+    def find(op: tf.Operation) -> list[tuple[int, int]]:
+        outs = range(len(op.outputs))
+        if len(op.outputs) == 1:
+            return [(value_input, 0)]
+        axis = _constant(op.inputs[axis_input])
+        source = op.inputs[value_input]
+        rank = source.shape.rank
+        if axis is None or rank is None or axis[0] % rank or not _rows_aligned(source):
+            return []
+        return [(value_input, i) for i in outs]
+
+    return find
+
+
+def _unpack_views(op: tf.Operation) -> list[tuple[int, int]]:
+    source = op.inputs[0]
+    rank = source.shape.rank
+    if rank is None or op.get_attr("axis") % rank or not _rows_aligned(source):
+        return []
+    return [(0, i) for i in range(len(op.outputs))]
+
+
+def _transpose_views(op: tf.Operation) -> list[tuple[int, int]]:
+    shape = op.inputs[0].shape
+    perm = _constant(op.inputs[1])
+    if perm is None or not shape.is_fully_defined():
+        return []
+    moved = [p for p in perm if shape[p] != 1]
+    return [(0, 0)] if moved == sorted(moved) else []
+
+
+_SPECIAL_VIEWS: dict[str, Callable[[tf.Operation], list[tuple[int, int]]]] = {
+    "Slice": _slice_views,
+    "StridedSlice": _strided_slice_views,
+    "Split": _split_views(0, 1),
+    "SplitV": _split_views(2, 0),
+    "Unpack": _unpack_views,
+    "Transpose": _transpose_views,
+}

@@ -1,0 +1,176 @@
+"""Bytes of tensors from their static shapes, and who is to blame where a shape is unknown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import tensorflow as tf
+from tensorflow.python.framework import tensor_util
+
+from optckpt.errors import CaptureError
+from optckpt.frontends.tf_ops import RESIDENT, is_opaque, words
+
+CHAIN_FROM = 64 * 1024
+"""Default size in bytes from which a tensor is large, if the largest tensor is 4 MiB or more."""
+
+# Input that holds the shape of the output.
+_SHAPE_INPUT = {"Reshape": 1, "Fill": 0, "BroadcastTo": 1, "ScatterNd": 2, "Empty": 0}
+_SHAPE_INPUT_PREFIXES = (
+    "RandomUniform",
+    "RandomStandardNormal",
+    "TruncatedNormal",
+    "StatelessRandom",
+)
+
+# Their outputs are never larger than their inputs, but for a wider index type.
+_NOT_LARGER = words("""
+    Unique UniqueV2 UniqueWithCounts UniqueWithCountsV2 Where ListDiff DynamicPartition
+    StridedSlice Slice ConcatV2 Concat Pack Reshape Squeeze ExpandDims Cast Identity Unpack
+    Split SplitV Shape Size Rank Prod Sum Max Min Neg Bincount InvertPermutation Sort TopKV2
+    """)
+
+
+def tensor_bytes(tensor: tf.Tensor) -> int | None:
+    """Bytes of the tensor's data, or None where the static shape does not tell.
+
+    Handles, variants and strings count as 0: what they refer to is not theirs.
+    """
+    dtype = tensor.dtype
+    count = tensor.shape.num_elements()
+    if is_opaque(dtype):
+        base = dtype.base_dtype
+        if base in (tf.resource, tf.variant, tf.string):
+            return 0
+    if count is None:
+        shape = _shape_from_input(tensor)
+        count = None if shape is None else shape.num_elements()
+        if count is None:
+            return None
+    return int(count) * int(dtype.size)
+
+
+class Sizes:
+    """Bytes of tensors, and which of them are large (at least `chain_from` bytes)."""
+
+    def __init__(self, ops: Iterable[tf.Operation], chain_from: int | None) -> None:
+        self._bytes: dict[int, int | None] = {}
+        if chain_from is None:
+            largest = 0
+            for op in ops:
+                if op.type not in RESIDENT:
+                    for t in op.outputs:
+                        largest = max(largest, self.of(t) or 0)
+            chain_from = max(1, min(CHAIN_FROM, largest // 64))
+        self.chain_from = chain_from
+
+    def of(self, tensor: tf.Tensor) -> int | None:
+        key = id(tensor)
+        try:
+            return self._bytes[key]
+        except KeyError:
+            self._bytes[key] = size = tensor_bytes(tensor)
+            return size
+
+    def exact(self, tensor: tf.Tensor) -> int:
+        """Bytes; 0 for a tensor of unknown size that is surely small. Raises CaptureError."""
+        size = self.of(tensor)
+        if size is None:
+            bound = at_most(tensor, self.of)
+            if bound is None or bound >= self.chain_from:
+                raise unknown_size(tensor)
+            self._bytes[id(tensor)] = size = 0
+        return size
+
+    def large(self, tensor: tf.Tensor) -> bool:
+        return (self.of(tensor) or 0) >= self.chain_from
+
+
+def _shape_from_input(tensor: tf.Tensor) -> tf.TensorShape | None:
+    op = tensor.op
+    index = _SHAPE_INPUT.get(op.type)
+    if index is None and op.type.startswith(_SHAPE_INPUT_PREFIXES):
+        index = 0
+    if index is None or index >= len(op.inputs):
+        return None
+    try:
+        shape = tensor_util.constant_value_as_shape(op.inputs[index])
+    except (TypeError, ValueError):
+        return None
+    return tensor.shape.merge_with(shape) if shape.rank == tensor.shape.rank else shape
+
+
+def at_most(tensor: tf.Tensor, bytes_of: Callable[[tf.Tensor], int | None]) -> int | None:
+    """An upper bound on the bytes of a tensor of unknown shape, or None."""
+    op = tensor.op
+    if op.type not in _NOT_LARGER:
+        return None
+    total = 0
+    for t in op.inputs:
+        size = bytes_of(t)
+        if size is None:
+            return None
+        total += size
+    rank = max((t.shape.rank or 1 for t in op.inputs), default=1)
+    # One int64 index per element and axis (Where), of elements of one byte at least.
+    return total * 8 * max(rank, 1)
+
+
+def unknown_size(tensor: tf.Tensor) -> CaptureError:
+    """The error for a tensor whose size cannot be known, naming what makes it so."""
+    culprits = _culprits(tensor)
+    shape = str(tensor.shape)
+    head = f"the size of {tensor.name!r} ({tensor.op.type}, shape {shape}) is not known"
+    inputs = [t for t in culprits if t.op.type in RESIDENT]
+    if inputs:
+        named = ", ".join(f"{_argument(t.op)!r} has shape {t.shape}" for t in inputs[:4])
+        return CaptureError(
+            f"{head}, because the input {named}; a plan needs fixed sizes: give the tf.function an "
+            "input_signature without None, call it with tensors of one batch size, or set "
+            "batch_size / drop_remainder=True on the data set"
+        )
+    if culprits:
+        t = culprits[0]
+        advice = (
+            "set drop_remainder=True on the data set's batch()"
+            if "Iterator" in t.op.type
+            else "its size depends on the data; give it a fixed size (set_shape, tf.ensure_shape, "
+            "or padding to a maximum)"
+        )
+        return CaptureError(f"{head}, because of operation {t.op.name!r} ({t.op.type}): {advice}")
+    return CaptureError(f"{head}; set its shape with tf.ensure_shape")
+
+
+def _argument(op: tf.Operation) -> str:
+    try:
+        return str(op.get_attr("_user_specified_name").decode())
+    except ValueError:
+        return str(op.name)
+
+
+def _culprits(tensor: tf.Tensor) -> list[tf.Tensor]:
+    """The nearest tensors, going up, where an unknown size comes in; placeholders first."""
+    found: list[tf.Tensor] = []
+    seen = {id(tensor)}
+    stack = [tensor]
+    while stack:
+        t = stack.pop()
+        if t.op.type in RESIDENT:
+            if not t.shape.is_fully_defined():
+                found.append(t)
+            continue
+        unknown = [i for i in t.op.inputs if not i.shape.is_fully_defined()]
+        if not unknown:
+            # The shape may have been computed from numbers that stem from an unknown shape.
+            unknown = [
+                i
+                for i in t.op.inputs
+                if i.dtype in (tf.int32, tf.int64) and tensor_util.constant_value(i) is None
+            ]
+            if not unknown:
+                found.append(t)
+        for i in unknown:
+            if id(i) not in seen:
+                seen.add(id(i))
+                stack.append(i)
+    found.sort(key=lambda t: (t.op.type not in RESIDENT, t.op._id))
+    return found
