@@ -7,14 +7,12 @@ values of the wrong type are refused with file, line and key.
 from __future__ import annotations
 
 import difflib
-import math
 import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 from pydantic_core import ErrorDetails
 
@@ -22,6 +20,7 @@ from optckpt.budget import Budget
 from optckpt.errors import ConfigError
 from optckpt.models.params import AnyModelParams, ResnetCifar10
 from optckpt.solvers import registry
+from optckpt.yaml_lines import KeyPath, dotted, kind_of, read_yaml
 
 ENVIRONMENT_VARIABLE = "OPTCKPT_CONFIG"
 """Names the configuration file to use where none is given."""
@@ -265,7 +264,7 @@ def load_config(path: str | Path) -> Config:
     except (OSError, UnicodeDecodeError) as e:
         reason = e.strerror if isinstance(e, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"cannot read the configuration {path}: {reason}") from None
-    data, lines = _parse_yaml(text, str(path))
+    data, lines = read_yaml(text, str(path))
     return _validate(data, str(path), lines)
 
 
@@ -310,88 +309,10 @@ def json_schema() -> dict[str, Any]:
     }
 
 
-# --- YAML with line numbers ------------------------------------------------------------------
-
-Path_ = tuple[str | int, ...]
-
-
-class _Loader(yaml.SafeLoader):
-    """Reads 1e-3 as a number, as YAML 1.2 does (PyYAML wants 1.0e-3)."""
-
-
-_Loader.yaml_implicit_resolvers = {
-    k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
-    list("-+0123456789"),
-)
-
-
-def _parse_yaml(text: str, source: str) -> tuple[dict[str, Any], dict[Path_, int]]:
-    """The data, and the line (from 1) on which each key or item stands."""
-    loader = _Loader(text)
-    lines: dict[Path_, int] = {}
-    try:
-        node = loader.get_single_node()
-        if node is None:
-            return {}, lines
-        _walk(node, (), lines, source, ())
-        data = loader.construct_document(node)
-    except yaml.MarkedYAMLError as e:
-        mark = e.problem_mark or e.context_mark
-        where = f"{source}:{mark.line + 1}" if mark else source
-        raise ConfigError(f"{where}: not valid YAML: {e.problem or e.context}") from None
-    except ConfigError:
-        raise
-    except (yaml.YAMLError, ValueError, RecursionError) as e:
-        raise ConfigError(f"{source}: not valid YAML: {e}") from None
-    finally:
-        loader.dispose()
-    if data is None:
-        return {}, lines
-    if not isinstance(data, dict):
-        raise ConfigError(
-            f"{source}:{node.start_mark.line + 1}: expected keys such as 'budget: 60%', "
-            f"got {_kind(data)}"
-        )
-    return data, lines
-
-
-def _walk(
-    node: yaml.Node, path: Path_, lines: dict[Path_, int], source: str, above: tuple[int, ...]
-) -> None:
-    if id(node) in above:
-        raise ConfigError(f"{source}:{node.start_mark.line + 1}: an alias contains itself")
-    above = (*above, id(node))
-    if isinstance(node, yaml.MappingNode):
-        first: dict[str, int] = {}
-        for key, value in node.value:
-            line = key.start_mark.line + 1
-            if key.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"):
-                raise ConfigError(f"{source}:{line}: keys are words, this one is not")
-            name = str(key.value)
-            if name in first:
-                raise ConfigError(
-                    f"{source}:{line}: {_dotted((*path, name))}: given twice, first on line "
-                    f"{first[name]}; keep one"
-                )
-            first[name] = line
-            below = (*path, name)
-            lines[below] = line
-            _walk(value, below, lines, source, above)
-    elif isinstance(node, yaml.SequenceNode):
-        for i, value in enumerate(node.value):
-            item = (*path, i)
-            lines[item] = value.start_mark.line + 1
-            _walk(value, item, lines, source, above)
-
-
 # --- Errors for people -----------------------------------------------------------------------
 
 
-def _validate(data: dict[str, Any], source: str, lines: Mapping[Path_, int]) -> Config:
+def _validate(data: dict[str, Any], source: str, lines: Mapping[KeyPath, int]) -> Config:
     # A section that is there but empty reads as null; it means the defaults.
     data = {
         k: v
@@ -408,7 +329,7 @@ def _validate(data: dict[str, Any], source: str, lines: Mapping[Path_, int]) -> 
                 (lines[path[:n]] for n in range(len(path), 0, -1) if path[:n] in lines), None
             )
             where = source if line is None else f"{source}:{line}"
-            key = _dotted(path)
+            key = dotted(path)
             messages.append(
                 (line or 0, f"{where}: {key}: {message}" if key else f"{where}: {message}")
             )
@@ -418,9 +339,9 @@ def _validate(data: dict[str, Any], source: str, lines: Mapping[Path_, int]) -> 
 _NULLABLE = ("budget", "checkpoints")
 
 
-def _explain(error: ErrorDetails, data: Mapping[str, Any]) -> tuple[Path_, str]:
+def _explain(error: ErrorDetails, data: Mapping[str, Any]) -> tuple[KeyPath, str]:
     """The place of a mistake in the file, and a sentence about it."""
-    path: Path_ = tuple(error["loc"])
+    path: KeyPath = tuple(error["loc"])
     model = data.get("model")
     name = model.get("name") if isinstance(model, dict) else None
     if path[:1] == ("model",) and len(path) > 1 and path[1] == name:
@@ -437,7 +358,7 @@ def _explain(error: ErrorDetails, data: Mapping[str, Any]) -> tuple[Path_, str]:
     if kind in ("value_error", "assertion_error"):
         return path, str(context.get("error", error["msg"]))
     if kind in ("model_type", "model_attributes_type", "dict_type"):
-        return path, f"expected a section with keys below it, got {_kind(value)}"
+        return path, f"expected a section with keys below it, got {kind_of(value)}"
     if kind == "literal_error":
         choices = re.findall(r"'([^']*)'", str(context.get("expected", "")))
         return path, f"unknown value {value!r}; {_suggest(str(value), choices)}"
@@ -445,12 +366,12 @@ def _explain(error: ErrorDetails, data: Mapping[str, Any]) -> tuple[Path_, str]:
     nouns |= {"string": "text", "str": "text", "tuple": "a list", "list": "a list"}
     noun = nouns.get(kind.removesuffix("_type"))
     if kind.endswith("_type") and noun:
-        return path, f"expected {noun}, got {_kind(value)}"
+        return path, f"expected {noun}, got {kind_of(value)}"
     message = error["msg"].removeprefix("Input ").removeprefix("Value error, ")
-    return path, f"{message}, got {_shown(value)}"
+    return path, f"{message}, got {kind_of(value)}"
 
 
-def _keys(path: Path_, model_name: Any) -> list[str]:
+def _keys(path: KeyPath, model_name: Any) -> list[str]:
     if not path:
         return list(Config.model_fields)
     if path == ("model",):
@@ -475,30 +396,3 @@ def _suggest(word: str, known: Sequence[str]) -> str:
     close = [k for k in known if word and k.startswith(word.lower())]
     close += difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.6)
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
-
-
-def _dotted(path: Path_) -> str:
-    text = ""
-    for part in path:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
-    return text
-
-
-def _kind(value: Any) -> str:
-    if value is None:
-        return "nothing"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, Mapping):
-        return "a section"
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return "a list"
-    if isinstance(value, str):
-        return f"the text {value!r}"
-    return f"{value!r}"
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, float) and math.isnan(value):
-        return "not a number"
-    return _kind(value)
