@@ -1,0 +1,114 @@
+import pytest
+
+from optckpt.budget import Budget
+from optckpt.errors import BudgetError, InfeasibleBudgetError, OptckptError, OverBudgetError
+from optckpt.frontends import synthetic
+from optckpt.planner import check_fits, make_plan
+from optckpt.schedule import Certificate, Schedule, Solution
+from optckpt.simulate import simulate
+from optckpt.solvers.floor import static_floor
+from optckpt.solvers.registry import SolveOptions
+
+GRAPH = synthetic.chain(16, resident=1000)
+PLAIN = simulate(GRAPH, Schedule.base(GRAPH))
+FLOOR = static_floor(GRAPH)
+
+
+def without_schedule(status):
+    return lambda graph, budget, options: Solution(
+        None, Certificate("mine", status, None, 0.0, 2.5)
+    )
+
+
+def test_the_plan_repeats_what_the_referee_says():
+    plan = make_plan(GRAPH, "60%", "sqrt_n")
+    result = simulate(GRAPH, plan.schedule)
+    assert plan.fingerprint == GRAPH.fingerprint
+    assert plan.strategy == plan.certificate.solver == "sqrt_n"
+    assert plan.budget == plan.target == round(0.6 * PLAIN.peak)
+    assert plan.plain_peak == PLAIN.peak
+    assert plan.predicted_peak == result.peak <= plan.budget
+    assert plan.overhead == plan.certificate.cost == result.overhead > 0
+    assert plan.floor == FLOOR.bytes
+    assert check_fits(plan) is plan
+
+
+@pytest.mark.parametrize("budget", [PLAIN.peak, f"{PLAIN.peak}", 1.0, "100%", Budget(fraction=1.0)])
+def test_budgets_in_every_form(budget):
+    plan = make_plan(GRAPH, budget, "store_all")
+    assert plan.budget == PLAIN.peak
+    assert plan.certificate.status == "feasible"
+    assert plan.overhead == 0
+
+
+def test_no_budget():
+    plan = make_plan(GRAPH, None, "sqrt_n")
+    assert plan.budget is None
+    assert plan.target is None
+    assert check_fits(plan) is plan
+
+
+def test_over_budget_names_both_peaks():
+    plan = make_plan(GRAPH, FLOOR.bytes, "sqrt_n")
+    assert plan.certificate.status == "over-budget"
+    with pytest.raises(OverBudgetError) as error:
+        check_fits(plan)
+    assert error.value.peak == plan.predicted_peak
+    for words in ("'sqrt_n'", str(FLOOR.bytes), str(plan.predicted_peak), "'optimal'"):
+        assert words in str(error.value)
+
+
+def test_below_the_floor_the_operation_is_named():
+    with pytest.raises(InfeasibleBudgetError) as error:
+        make_plan(GRAPH, FLOOR.bytes - 1, without_schedule("infeasible"))
+    assert error.value.floor == FLOOR.bytes
+    message = str(error.value)
+    assert str(FLOOR.bytes) in message
+    assert repr(GRAPH.operations[FLOOR.operation].name) in message
+    assert "resident" in message
+    assert "proven by the solver" not in message
+
+
+def test_infeasible_above_the_static_floor():
+    with pytest.raises(InfeasibleBudgetError, match=r"proven by the solver in 2\.5 s"):
+        make_plan(GRAPH, FLOOR.bytes, without_schedule("infeasible"))
+
+
+def test_stopped_without_a_schedule():
+    with pytest.raises(BudgetError, match="none was ruled out") as error:
+        make_plan(GRAPH, FLOOR.bytes, without_schedule("stopped"))
+    assert not isinstance(error.value, InfeasibleBudgetError)
+
+
+def test_mistakes():
+    with pytest.raises(BudgetError, match="'lots'"):
+        make_plan(GRAPH, "lots", "sqrt_n")
+    with pytest.raises(OptckptError, match="'magic'"):
+        make_plan(GRAPH, None, "magic")
+
+
+def test_options_are_handed_on():
+    plan = make_plan(GRAPH, None, "explicit", SolveOptions(checkpoints=(7,)))
+    assert plan.overhead > 0
+
+
+class TestMargin:
+    def test_it_is_held_back(self):
+        plan = make_plan(GRAPH, "80%", "chen_greedy", margin=0.1)
+        assert plan.target == plan.budget - int(0.1 * plan.budget)
+        assert plan.predicted_peak <= plan.target
+
+    def test_not_where_the_plain_step_fits(self):
+        plan = make_plan(GRAPH, PLAIN.peak, "store_all", margin=0.1)
+        assert plan.target == plan.budget
+        assert plan.overhead == 0
+
+    def test_given_up_below_the_floor(self):
+        plan = make_plan(GRAPH, FLOOR.bytes, "sqrt_n", margin=0.1)
+        assert plan.target == plan.budget
+
+    def test_given_up_where_nothing_else_fits(self):
+        peak = make_plan(GRAPH, None, "sqrt_n").predicted_peak
+        plan = make_plan(GRAPH, peak, "sqrt_n", margin=0.01)
+        assert plan.target == plan.budget == plan.predicted_peak
+        assert plan.certificate.status == "feasible"

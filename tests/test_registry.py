@@ -1,0 +1,77 @@
+import pytest
+
+from optckpt.errors import OptckptError, ScheduleError
+from optckpt.frontends import synthetic
+from optckpt.schedule import Certificate, Schedule, Solution
+from optckpt.simulate import simulate
+from optckpt.solvers import registry
+from optckpt.solvers.registry import SolveOptions, get, names, register, solve
+
+GRAPH = synthetic.chain(4)
+PLAIN = Schedule.base(GRAPH)
+PEAK = simulate(GRAPH, PLAIN).peak
+
+
+def strategy(schedule, status="feasible", cost=0.0):
+    return lambda graph, budget, options: Solution(
+        schedule, Certificate("mine", status, cost, 0.0, 0.0)
+    )
+
+
+@pytest.fixture(autouse=True)
+def no_lasting_registration(monkeypatch):
+    monkeypatch.setattr(registry, "_registered", {})
+
+
+def test_built_in_names():
+    assert {
+        "optimal", "milp", "store_all", "sqrt_n", "chen_greedy", "speed", "griewank", "explicit",
+    } <= set(names())  # fmt: skip
+
+
+def test_unknown_names_list_the_known_ones():
+    with pytest.raises(OptckptError, match=r"'sqrtn'.*sqrt_n"):
+        get("sqrtn")
+
+
+def test_users_add_and_replace_strategies():
+    mine = strategy(PLAIN)
+    register("mine", mine)
+    assert names()[-1] == "mine"
+    assert get("mine") is mine
+    assert solve(GRAPH, PEAK, "mine").schedule == PLAIN
+    register("sqrt_n", mine)
+    assert get("sqrt_n") is mine
+    assert names().count("sqrt_n") == 1
+
+
+def test_options_reach_the_strategy():
+    def check(graph, budget, options):
+        assert (graph, budget, options) == (GRAPH, 5 * PEAK, SolveOptions(seed=7))
+        return strategy(PLAIN)(graph, budget, options)
+
+    assert solve(GRAPH, 5 * PEAK, check, SolveOptions(seed=7)).schedule == PLAIN
+
+
+def test_the_referee_refuses_a_false_peak():
+    with pytest.raises(OptckptError, match=rf"claims to fit {PEAK - 1} bytes.*peaks at {PEAK}"):
+        solve(GRAPH, PEAK - 1, strategy(PLAIN))
+    assert solve(GRAPH, PEAK - 1, strategy(PLAIN, "over-budget")).schedule == PLAIN
+    assert solve(GRAPH, None, strategy(PLAIN)).schedule == PLAIN
+
+
+@pytest.mark.parametrize("cost", [0.1, None])
+def test_the_referee_refuses_a_false_cost(cost):
+    with pytest.raises(OptckptError, match="claims a cost"):
+        solve(GRAPH, PEAK, strategy(PLAIN, cost=cost))
+
+
+def test_the_referee_refuses_an_impossible_schedule():
+    with pytest.raises(ScheduleError, match="step 0"):
+        solve(GRAPH, PEAK, strategy(Schedule(PLAIN.executions[::-1])))
+
+
+def test_no_schedule_is_an_answer():
+    answer = solve(GRAPH, 1, strategy(None, "infeasible", None))
+    assert answer.schedule is None
+    assert answer.certificate.status == "infeasible"
