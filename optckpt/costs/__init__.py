@@ -17,7 +17,6 @@ __all__ = [
     "CostModel",
     "CostOptions",
     "ProgressCallback",
-    "ProgressCallback",
     "cache_folder",
     "cost",
     "default_cache",

@@ -1,0 +1,75 @@
+"""A capture of the plainest kind for the tests of costs: every operation is a unit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from optckpt.graph import Buffer, Operation, TrainingGraph
+
+
+@dataclass(frozen=True)
+class PlainCapture:
+    graph: TrainingGraph
+    units: tuple[tuple[tf.Operation, ...], ...]
+    device: str = "/device:CPU:0"
+
+    def index(self, kind: str) -> int:
+        """Position of the first operation of this kind."""
+        return next(i for i, op in enumerate(self.graph.operations) if op.kind == kind)
+
+
+def capture_units(
+    units: Sequence[Sequence[tf.Operation]],
+    *,
+    in_place: Sequence[str] = (),
+    outputs: Sequence[tf.Tensor] = (),
+    device: str = "/device:CPU:0",
+) -> PlainCapture:
+    number: dict[Any, int] = {}
+    buffers: list[Buffer] = []
+    operations = []
+    for unit in units:
+        kind = "+".join(op.type for op in unit)
+        reads = tuple(
+            dict.fromkeys(number[t.ref()] for op in unit for t in op.inputs if t.ref() in number)
+        )
+        writes = []
+        for op in unit:
+            for t in op.outputs:
+                number[t.ref()] = len(buffers)
+                writes.append(len(buffers))
+                count = t.shape.num_elements() if t.shape.rank is not None else None
+                buffers.append(Buffer(t.name, (count or 0) * max(t.dtype.size or 0, 0)))
+        taken = tuple(
+            b
+            for b in reads
+            if kind in in_place and writes and buffers[b].size == buffers[writes[0]].size
+        )
+        operations.append(Operation(unit[0].name, kind, 0.0, reads, tuple(writes), inplace=taken))
+    graph = TrainingGraph(
+        tuple(operations), tuple(buffers), tuple(number[t.ref()] for t in outputs)
+    )
+    return PlainCapture(graph, tuple(tuple(u) for u in units), device)
+
+
+def capture_ops(ops: Sequence[tf.Operation], **options: Any) -> PlainCapture:
+    return capture_units([(op,) for op in ops], **options)
+
+
+def trace(function: Any, *args: Any) -> list[tf.Operation]:
+    """The operations of a function traced on `args` (tensors or specs)."""
+    concrete = tf.function(function, autograph=False).get_concrete_function(*args)
+    # Operations do not keep their graph alive, and functions are dropped with it.
+    _alive.append(concrete)
+    return concrete.graph.get_operations()
+
+
+_alive: list[Any] = []
+
+
+def f32(*shape: int) -> tf.TensorSpec:
+    return tf.TensorSpec(shape, tf.float32)
