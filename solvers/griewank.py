@@ -131,7 +131,7 @@ class Chain:
         for i, op in enumerate(ops):
             missing = () if op.forward else [b for b in op.reads if not in_memory[b]]
             if missing:
-                link = max(bisect_left(self.boundaries, graph.producer[b]) for b in missing)
+                link = max(self._link_for(b) for b in missing)
                 while saved[-1] > link:
                     saved.pop()
                 states = {self.points[k - 1].buffer for k in saved[1:]}
@@ -162,6 +162,11 @@ class Chain:
                         elif b not in states:
                             in_memory[b] = 0
         return Schedule(tuple(executions))
+
+    def _link_for(self, b: int) -> int:
+        """The link to be reversed when buffer `b` is needed: a state is the next link's input."""
+        k = bisect_left(self.boundaries, self.graph.producer[b])
+        return k + 1 if k < len(self.points) and self.points[k].buffer == b else k
 
     def _first_saved(self, slots: int) -> list[int]:
         """Links whose input is saved as the forward pass runs; the first is link 0."""
