@@ -52,6 +52,8 @@ class Capture:
     """Times are 0 until `optckpt.costs` has measured them."""
     tf_graph: tf.Graph
     """The live graph that was captured."""
+    members: tuple[tf.Operation, ...]
+    """Every TensorFlow operation that takes part, in a topological order."""
     units: tuple[tuple[tf.Operation, ...], ...]
     """The TensorFlow operations of each `graph.operations[i]`, in execution order."""
     tensors: tuple[tf.Tensor, ...]
@@ -216,6 +218,7 @@ class _Build:
         anchor: tf.Operation | None,
     ) -> None:
         self.tf_graph = tf_graph
+        self.members = tuple(op for group in order for op in group)
         self.forward = forward
         self.outside = outside
         self.sizes = sizes
@@ -396,6 +399,9 @@ class _Build:
     def finish(self, outputs: tuple[tf.Tensor, ...], count_from: int | None, name: str) -> Capture:
         device = self.devices.main()
         on_gpu = "CPU" not in device
+        held = tuple(dict.fromkeys(self.views[id(t)][0] for t in outputs if id(t) in self.views))
+        # Whoever holds an output holds the tensor of the original execution.
+        self.pinned.update(self.producer[b] for b in held)
         elsewhere = [not self.devices.same(ops[0], device) for ops in self.units]
 
         def graph(count_from: int) -> tuple[TrainingGraph, list[int]]:
@@ -420,9 +426,7 @@ class _Build:
                     Buffer(t.name, 0 if elsewhere[p] else counted(n), t.dtype.name)
                     for t, n, p in zip(self.tensors, self.buffer_sizes, self.producer, strict=True)
                 ),
-                outputs=tuple(
-                    dict.fromkeys(self.views[id(t)][0] for t in outputs if id(t) in self.views)
-                ),
+                outputs=held,
                 resident=sum(counted(n) for n in self.resident_sizes.values())
                 + sum(counted(n) for n in self.small_sizes),
                 name=name,
@@ -447,6 +451,7 @@ class _Build:
         return Capture(
             graph=built,
             tf_graph=self.tf_graph,
+            members=self.members,
             units=tuple(self.units),
             tensors=tuple(self.tensors),
             device=device,

@@ -1,0 +1,372 @@
+"""Rewrite: the live TensorFlow graph follows a schedule.
+
+Re-executions become clones under one name scope, readers are redirected to the copy that is
+current in the schedule, and a chain of control edges keeps the executor to the order. The edit
+is planned and checked first (`_Edit`) and applied afterwards; nothing outside the graph changes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import tensorflow as tf
+from tensorflow.python.framework import ops
+
+from optckpt.errors import RewriteError
+from optckpt.frontends import tf_ops
+from optckpt.frontends.tensorflow import HISTORY, Capture
+from optckpt.schedule import Schedule
+from optckpt.simulate import simulate
+
+log = logging.getLogger("optckpt.backends.tensorflow")
+
+REFUSE_GRADIENT = "OptckptRefuseGradient"
+
+
+@ops.RegisterGradient(REFUSE_GRADIENT)  # type: ignore[untyped-decorator]
+def _refuse_gradient(op: tf.Operation, *_: tf.Tensor) -> None:
+    raise RewriteError(
+        f"operation {op.name!r} re-executes the result of a tf.custom_gradient function; it has no "
+        "second derivative: take second derivatives before, or without, the memory budget"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RewriteReport:
+    """What was changed in the graph."""
+
+    clones: tuple[tf.Operation, ...]
+    """The re-executions, in schedule order."""
+    view_clones: int
+    """Reshapes and the like, cloned to lead from a copy to its readers."""
+    redirected: int
+    """Inputs of existing operations that now read a copy."""
+    control_edges: int
+    seconds: float
+    """Wall time of the rewrite."""
+
+
+def rewrite(capture: Capture, schedule: Schedule, *, scope: str = "optckpt") -> RewriteReport:
+    """Edit `capture.tf_graph` in place so that it executes as `schedule` says.
+
+    O(executions + edges). Gradient tensors stay the same objects. A schedule without
+    re-executions adds control edges only; they make the peak the same in every run.
+
+    Raises:
+        ScheduleError: if the schedule cannot be executed (see `simulate`).
+        RewriteError: if the graph is finalized, or would get a cycle; it is unchanged then.
+    """
+    start = time.perf_counter()
+    simulate(capture.graph, schedule)
+    if capture.tf_graph.finalized:
+        raise RewriteError(
+            "the graph is finalized: call gradients before it is, or before a Session finalizes it"
+        )
+    edit = _plan(capture, schedule, scope)
+    _check_acyclic(capture, edit)
+    clones, edges = _apply(capture.tf_graph, edit)
+    chain = [clones[n] if isinstance(n, int) else n for group in edit.chain for n in group]
+    history = getattr(capture.tf_graph, HISTORY, None)
+    if history is None:
+        setattr(capture.tf_graph, HISTORY, history := [])
+    history.append((chain, list(capture.outputs)))
+    is_view = [c.is_view for c in edit.clones]
+    report = RewriteReport(
+        clones=tuple(c for c, v in zip(clones, is_view, strict=True) if not v),
+        view_clones=sum(is_view),
+        redirected=len(edit.moves),
+        control_edges=edges,
+        seconds=time.perf_counter() - start,
+    )
+    log.debug(
+        "%d clones, %d view clones, %d inputs redirected, %d control edges in %.3f s",
+        len(report.clones),
+        report.view_clones,
+        report.redirected,
+        report.control_edges,
+        report.seconds,
+    )
+    return report
+
+
+Node: TypeAlias = tf.Operation | int
+"""An operation of the graph, or the index of a planned clone."""
+Source: TypeAlias = tf.Tensor | tuple[int, int]
+"""A tensor of the graph, or (planned clone, output)."""
+
+
+@dataclass(slots=True)
+class _Clone:
+    original: tf.Operation
+    inputs: list[Source]
+    name: str
+    is_view: bool
+    refuse_gradient: bool = False
+
+
+@dataclass(slots=True)
+class _Edit:
+    """A planned edit."""
+
+    clones: list[_Clone] = field(default_factory=list)
+    moves: list[tuple[tf.Operation, int, Source]] = field(default_factory=list)
+    """(operation, input index, new source)"""
+    controls: list[tuple[Node, Node]] = field(default_factory=list)
+    """(before, after)"""
+    chain: list[tuple[Node, ...]] = field(default_factory=list)
+    """The chained executions, each the nodes of a unit, in order."""
+    units: list[tuple[Node, ...]] = field(default_factory=list)
+    """Executions of more than one operation, which TensorFlow may merge into one."""
+
+
+def _node(source: Source) -> Node:
+    return source[0] if isinstance(source, tuple) else source.op
+
+
+def _plan(capture: Capture, schedule: Schedule, scope: str) -> _Edit:
+    edit = _Edit()
+    planner = _Planner(capture, edit, scope)
+    for u, count in schedule.steps():
+        planner.execute(u, count)
+    return edit
+
+
+class _Planner:
+    """Walks a schedule and keeps which copy of each buffer is the current one."""
+
+    def __init__(self, capture: Capture, edit: _Edit, scope: str) -> None:
+        self.capture = capture
+        self.edit = edit
+        self.scope = scope
+        self.copies: dict[int, tuple[int, int]] = {}
+        """Buffer -> (clone, output) that holds the current copy; absent: the original."""
+        self.view_clones: dict[tuple[tf.Operation, Source], int] = {}
+
+    def execute(self, u: int, count: int) -> None:
+        unit = self.capture.units[u]
+        nodes = self._repeat(u, count) if count else self._original(u)
+        if len(unit) > 1:
+            self.edit.units.append(nodes)
+        if self.capture.chained[u]:
+            self._chain(unit, nodes)
+
+    def _original(self, u: int) -> tuple[Node, ...]:
+        unit = self.capture.units[u]
+        if self.capture.movable[u] and self.copies:
+            for op in unit:
+                for i, t in enumerate(op.inputs):
+                    source = self._current(t)
+                    if source is not t:
+                        self.edit.moves.append((op, i, source))
+        return unit
+
+    def _repeat(self, u: int, count: int) -> tuple[Node, ...]:
+        own: dict[int, tuple[int, int]] = {}
+        nodes: list[Node] = []
+        for op in self.capture.units[u]:
+            inputs: list[Source] = [
+                own[id(t)] if id(t) in own else self._current(t) for t in op.inputs
+            ]
+            suffix = "_again" if count == 1 else f"_again{count}"
+            clone = self._clone(op, inputs, suffix, is_view=False)
+            own.update((id(t), (clone, o)) for o, t in enumerate(op.outputs))
+            nodes.append(clone)
+        for b in self.capture.graph.operations[u].writes:
+            self.copies[b] = own[id(self.capture.tensors[b])]
+        return tuple(nodes)
+
+    def _clone(self, op: tf.Operation, inputs: list[Source], suffix: str, *, is_view: bool) -> int:
+        name = f"{self.scope}/{op.name.removeprefix(self.scope + '/')}{suffix}"
+        self.edit.clones.append(_Clone(op, inputs, name, is_view))
+        return len(self.edit.clones) - 1
+
+    def _current(self, tensor: tf.Tensor) -> Source:
+        """Where the value of `tensor` is to be read at this point of the schedule."""
+        found = self.capture.views.get(id(tensor))
+        if found is None:
+            return tensor
+        b, chain = found
+        source: Source | None = self.copies.get(b)
+        if source is None:
+            return tensor
+        for op, i, o in chain:
+            if op.type == "IdentityN":
+                # A clone would hold the other inputs, too.
+                if _overrides_gradient(op) and isinstance(source, tuple):
+                    self.edit.clones[source[0]].refuse_gradient = True
+                continue
+            key = (op, source)
+            clone = self.view_clones.get(key)
+            if clone is None:
+                inputs: list[Source] = list(op.inputs)
+                inputs[i] = source
+                clone = self._clone(op, inputs, "_of_copy", is_view=True)
+                self.view_clones[key] = clone
+            source = (clone, o)
+        return source
+
+    def _chain(self, unit: tuple[tf.Operation, ...], nodes: tuple[Node, ...]) -> None:
+        if self.edit.chain:
+            last = self.edit.chain[-1][-1]
+            if not self._reads_from(unit, last) or _merges_alone(unit):
+                self.edit.controls.append((last, nodes[0]))
+                # What oneDNN merges in the plain graph has to stay mergeable, or bits differ:
+                # equal control inputs. On Conv2D + BiasAdd, whose result does not depend on the
+                # merging, they would abort the process.
+                for op, node in zip(unit[1:], nodes[1:], strict=True):
+                    if op.type != "BiasAdd":
+                        self.edit.controls.append((last, node))
+        self.edit.chain.append(nodes)
+
+    def _reads_from(self, unit: tuple[tf.Operation, ...], last: Node) -> bool:
+        """Whether the first member of `unit` reads the data of `last` anyway."""
+        for t in unit[0].inputs:
+            found = self.capture.views.get(id(t))
+            if found is not None:
+                b = found[0]
+                source = self.copies.get(b, self.capture.tensors[b])
+                if _node(source) == last:
+                    return True
+        return False
+
+
+def _merges_alone(unit: tuple[tf.Operation, ...]) -> bool:
+    """Whether the operation could be merged with another that the plan does not keep beside it.
+
+    The oneDNN pass merges operations with the same control inputs only; with the chain's edge,
+    which no two operations have in common, it does not.
+    """
+    op = unit[0]
+    if op.type == "Conv2D":
+        return bool(op.inputs[0].op.type == "Pad")
+    return len(unit) == 1 and op.type in _MERGED_TYPES
+
+
+_MERGED_TYPES = tf_ops.words("BiasAdd BiasAddGrad Conv2DBackpropFilter Pad")
+
+
+def _overrides_gradient(op: tf.Operation) -> bool:
+    try:
+        op.get_attr("_gradient_op_type")
+    except ValueError:
+        return False
+    return True
+
+
+def _check_acyclic(capture: Capture, edit: _Edit) -> None:
+    """Raise RewriteError if the graph after `edit`, its units contracted, has a cycle."""
+    members = capture.members
+    index: dict[Node, int] = {op: i for i, op in enumerate(members)}
+    n = len(members)
+    index.update((c, n + c) for c in range(len(edit.clones)))
+    group = list(range(n + len(edit.clones)))
+    for unit in edit.units:
+        for node in unit[1:]:
+            group[index[node]] = index[unit[0]]
+    moved: dict[tuple[tf.Operation, int], Source] = {
+        (op, i): source for op, i, source in edit.moves
+    }
+    next_of: list[list[int]] = [[] for _ in group]
+    waiting = [0] * len(group)
+
+    def edge(before: Node, after: Node) -> None:
+        a, b = group[index[before]], group[index[after]]
+        if a != b:
+            next_of[a].append(b)
+            waiting[b] += 1
+
+    for op in members:
+        for i, t in enumerate(op.inputs):
+            if t.op.type not in ("NextIteration", "RefNextIteration"):
+                edge(_node(moved.get((op, i), t)) if moved else t.op, op)
+        for p in op.control_inputs:
+            edge(p, op)
+    for c, clone in enumerate(edit.clones):
+        for source in clone.inputs:
+            edge(_node(source), c)
+    for before, after in edit.controls:
+        edge(before, after)
+    ready = [g for g, w in enumerate(waiting) if not w]
+    while ready:
+        g = ready.pop()
+        for b in next_of[g]:
+            waiting[b] -= 1
+            if not waiting[b]:
+                ready.append(b)
+    stuck = [g for g, w in enumerate(waiting) if w and group[g] == g]
+    if stuck:
+        names = [members[g].name if g < n else edit.clones[g - n].name for g in stuck[:3]]
+        raise RewriteError(
+            f"following the schedule would put a cycle through {', '.join(map(repr, names))} into "
+            "the graph; it was left as it was. This is a fault of optckpt or of the schedule's "
+            "order: please report it with the plan"
+        )
+
+
+def _apply(graph: tf.Graph, edit: _Edit) -> tuple[list[tf.Operation], int]:
+    """Make the clones, redirect inputs, add control edges. Returns the clones, edges added."""
+    clones: list[tf.Operation] = []
+    before: dict[Node, list[Node]] = {}
+    for a, b in edit.controls:
+        before.setdefault(b, []).append(a)
+
+    def tensor(source: Source) -> tf.Tensor:
+        return clones[source[0]].outputs[source[1]] if isinstance(source, tuple) else source
+
+    def real(nodes: Iterable[Node]) -> list[tf.Operation]:
+        return [clones[n] if isinstance(n, int) else n for n in nodes]
+
+    edges = 0
+    for c, clone in enumerate(edit.clones):
+        control = real(before.get(c, ()))
+        edges += len(control)
+        clones.append(_make_clone(graph, clone, [tensor(s) for s in clone.inputs], control))
+    for op, i, source in edit.moves:
+        op._update_input(i, tensor(source))
+    for node, sources in before.items():
+        if not isinstance(node, int):
+            present = node.control_inputs
+            new = [p for p in real(sources) if p not in present]
+            if new:
+                node._add_control_inputs(new)
+                edges += len(new)
+    return clones, edges
+
+
+_serial = itertools.count()
+
+
+def _make_clone(
+    graph: tf.Graph,
+    clone: _Clone,
+    inputs: Sequence[tf.Tensor],
+    control: Sequence[tf.Operation],
+) -> tf.Operation:
+    original = clone.original
+    definition = original.node_def
+    definition.name = graph.unique_name(clone.name)
+    del definition.input[:]
+    # Unique, or the optimizer would merge equal operations.
+    definition.attr[tf_ops.MARK].s = str(next(_serial)).encode()
+    if clone.refuse_gradient:
+        definition.attr["_gradient_op_type"].s = REFUSE_GRADIENT.encode()
+    made = ops.Operation.from_node_def(
+        definition,
+        graph,
+        inputs=list(inputs),
+        output_types=None,
+        control_inputs=list(control),
+        op_def=original.op_def,
+    )
+    context = original._get_control_flow_context()
+    if context is not made._get_control_flow_context():
+        made._set_control_flow_context(context)
+    for new, old in zip(made.outputs, original.outputs, strict=True):
+        if not new.shape.is_fully_defined():
+            new.set_shape(old.shape)
+    return made
