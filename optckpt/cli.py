@@ -78,7 +78,11 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object,
 @app.command()
 def solve(
     graph: Annotated[
-        str, typer.Argument(help="A training graph: optckpt's JSON, or networkx node-link JSON.")
+        str,
+        typer.Argument(
+            metavar="GRAPH",
+            help="A training graph: optckpt's JSON, or networkx node-link JSON; may be gzipped.",
+        ),
     ],
     budget: BudgetOption,
     strategy: Annotated[
@@ -119,7 +123,8 @@ def compare(
     config: Annotated[
         Path | None,
         typer.Argument(
-            help="A YAML file; without it, $OPTCKPT_CONFIG, ./optckpt.yaml or the defaults."
+            metavar="CONFIG",
+            help="A YAML file; without it, $OPTCKPT_CONFIG, ./optckpt.yaml or the defaults.",
         ),
     ] = None,
     budget: Annotated[
@@ -142,8 +147,8 @@ def compare(
 ) -> None:
     """Plan a reference network with several strategies, run each, and tell them apart.
 
-    Prints a table and writes comparison.json, memory.png (the memory over the step), graph.json
-    and the plan of each strategy.
+    Prints a table, and writes it (comparison.json), the memory over the step (memory.png), the
+    training graph and the plans.
     """
     from optckpt.compare import compare as run
     from optckpt.config import find_config

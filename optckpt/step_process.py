@@ -39,7 +39,8 @@ class StepProcess:
         self._errors = tempfile.TemporaryFile(  # noqa: SIM115 - closed by __exit__
             "w+", encoding="utf-8", errors="replace"
         )
-        env = {"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ, **(environment or {})}
+        # Warnings say that memory ran out; they go into the file and are read only then.
+        env = {"TF_CPP_MIN_LOG_LEVEL": "1", **os.environ, **(environment or {})}
         # The child must find the same packages, however this process found them.
         env["PYTHONPATH"] = os.pathsep.join(str(Path(p or ".").resolve()) for p in sys.path)
         self._process = subprocess.Popen(
@@ -99,9 +100,14 @@ class StepProcess:
         self._errors.seek(0)
         said = [line.strip() for line in self._errors if line.strip()]
         text = "".join(said)
-        if "ResourceExhausted" in text or "OOM when allocating" in text or code == -signal.SIGKILL:
+        if any(words in text for words in _OUT_OF_MEMORY):
             return f"out of memory: the process died ({_cause(code)})"
+        if code == -signal.SIGKILL:
+            return "the process was killed (SIGKILL), most likely for lack of memory"
         return f"the process died ({_cause(code)})" + (f": {said[-1]}" if said else "")
+
+
+_OUT_OF_MEMORY = ("ResourceExhausted", "RESOURCE_EXHAUSTED", "OOM when allocating", "bad_alloc")
 
 
 def _cause(code: int) -> str:
