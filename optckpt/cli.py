@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +22,7 @@ import optckpt
 from optckpt.budget import Budget, format_bytes
 from optckpt.errors import OptckptError
 from optckpt.graph import TrainingGraph, write_text
+from optckpt.interruption import interruption
 from optckpt.report import files, progress, table
 from optckpt.schedule import Certificate, Plan, Schedule
 from optckpt.simulate import simulate
@@ -217,7 +217,7 @@ def _solve(
         show(f"{strategy}: solving {len(graph.operations)} operations")
         options = replace(options, progress=on_progress)
         try:
-            with _interruption() as was_interrupted:
+            with interruption() as was_interrupted:
                 solution = registry.solve(graph, limit, strategy, options)
             interrupted = was_interrupted()
             cert, found = solution.certificate, solution.schedule
@@ -329,20 +329,3 @@ def _mistakes() -> Iterator[None]:
     except KeyboardInterrupt:
         _complain("interrupted")
         raise typer.Exit(INTERRUPTED) from None
-
-
-@contextmanager
-def _interruption() -> Iterator[Callable[[], bool]]:
-    """Tells afterwards whether Ctrl-C came, also if a strategy answered it with its best result."""
-    pressed = False
-
-    def handle(number: int, frame: Any) -> None:
-        nonlocal pressed
-        pressed = True
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, handle)
-    try:
-        yield lambda: pressed
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -20,6 +20,7 @@ from optckpt.budget import Budget
 from optckpt.config import Config, find_config
 from optckpt.errors import BudgetError, InfeasibleBudgetError, OptckptError
 from optckpt.graph import TrainingGraph
+from optckpt.interruption import interruption
 from optckpt.planner import make_plan
 from optckpt.report.progress import describe
 from optckpt.schedule import Plan, Schedule
@@ -172,11 +173,14 @@ def compare(
         interrupted = False
         try:
             for name in names:
-                row, plan = _plan(graph, limit, name, settings, show)
+                with interruption() as pressed:
+                    row, plan = _plan(graph, limit, name, settings, show)
                 rows.append(row)
                 if plan is not None:
                     plans[name] = plan
                     plan.save(work / f"{name}.json")
+                if pressed():
+                    raise KeyboardInterrupt
             if measure:
                 seconds = _measure(rows, plans, settings, sent, work, show)
         except KeyboardInterrupt:
