@@ -10,6 +10,7 @@ articulation points; the states are the buffers at those points.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from math import comb
@@ -98,7 +99,7 @@ class Chain:
         return found
 
     @cached_property
-    def _advance(self) -> tuple[tuple[int, ...], ...]:
+    def advance(self) -> tuple[tuple[int, ...], ...]:
         """For each link but the last, the operations that lead from its input to its output."""
         rows = []
         for k, point in enumerate(self.points):
@@ -108,100 +109,118 @@ class Chain:
             rows.append(tuple(sorted(missing_operations(self.graph, [point.buffer], outside))))
         return tuple(rows)
 
+    def link_of(self, b: int) -> int:
+        """The link whose operations write buffer `b`."""
+        return bisect_left(self.boundaries, self.graph.producer[b])
+
+    def link_for(self, b: int) -> int:
+        """The link to be reversed when buffer `b` is needed: a state is the next link's input."""
+        k = self.link_of(b)
+        return k + 1 if k < len(self.points) and self.points[k].buffer == b else k
+
     def reversal(self, slots: int, most: int | None = None) -> Schedule | None:
         """The schedule with `slots` >= 1 saved states, the input among them.
 
         Returns None once it has more than `most` executions.
         """
-        graph, ops = self.graph, self.graph.operations
-        last_forward = last_forward_uses(graph)
-        last_backward = last_backward_uses(graph)
-        keep = self.persistent
-        in_memory = bytearray(len(graph.buffers))
-        wanted_of: list[list[int]] = [[] for _ in range(len(self))]
-        for b, p in enumerate(graph.producer):
-            if ops[p].forward and not keep[b] and last_backward[b] >= 0:
-                wanted_of[bisect_left(self.boundaries, p)].append(b)
-        executions: list[int] = []
-        saved = self._first_saved(slots)
-        states = {self.points[k - 1].buffer for k in saved[1:]}
-        last_start = self.boundaries[-1]
-        held: list[int] = []
-
-        for i, op in enumerate(ops):
-            missing = () if op.forward else [b for b in op.reads if not in_memory[b]]
-            if missing:
-                link = max(self._link_for(b) for b in missing)
-                while saved[-1] > link:
-                    saved.pop()
-                states = {self.points[k - 1].buffer for k in saved[1:]}
-                for b in held:
-                    if b not in states and last_backward[b] < i:
-                        in_memory[b] = 0
-                held = []
-                self._advance_to(link, slots, saved, in_memory, executions, held)
-                states = {self.points[k - 1].buffer for k in saved[1:]}
-                wanted = [b for b in wanted_of[link] if last_backward[b] >= i]
-                batch = sorted(missing_operations(graph, [*missing, *wanted], in_memory))
-                executions += batch
-                for o in batch:
-                    for b in ops[o].writes:
-                        in_memory[b] = 1
-                        if not keep[b]:
-                            held.append(b)
-            executions.append(i)
-            if most is not None and len(executions) > most:
-                return None
-            for b in op.writes:
-                in_memory[b] = 1
+        run = _Reversal(self, slots)
+        for i, op in enumerate(self.graph.operations):
             if op.forward:
-                for b in (*op.reads, *op.writes):
-                    if last_forward[b] == i and not keep[b]:
-                        if graph.producer[b] > last_start or b == self.points[-1].buffer:
-                            held.append(b)
-                        elif b not in states:
-                            in_memory[b] = 0
-        return Schedule(tuple(executions))
+                run.forward(i)
+            else:
+                run.backward(i)
+            if most is not None and len(run.executions) > most:
+                return None
+        return Schedule(tuple(run.executions))
 
-    def _link_for(self, b: int) -> int:
-        """The link to be reversed when buffer `b` is needed: a state is the next link's input."""
-        k = bisect_left(self.boundaries, self.graph.producer[b])
-        return k + 1 if k < len(self.points) and self.points[k].buffer == b else k
 
-    def _first_saved(self, slots: int) -> list[int]:
-        """Links whose input is saved as the forward pass runs; the first is link 0."""
-        saved, link, left = [0], 0, slots
-        while left > 1 and len(self) - link > 1:
-            link += next_checkpoint(len(self) - link, left)
-            left -= 1
-            saved.append(link)
-        return saved
+class _Reversal:
+    """The state of one walk through the base order."""
 
-    def _advance_to(
-        self,
-        link: int,
-        slots: int,
-        saved: list[int],
-        in_memory: bytearray,
-        executions: list[int],
-        held: list[int],
-    ) -> None:
-        """Run forward from the last saved state to the input of `link`, saving where slots allow.
+    def __init__(self, chain: Chain, slots: int) -> None:
+        self.chain = chain
+        self.ops = chain.graph.operations
+        self.slots = slots
+        self.executions: list[int] = []
+        self.in_memory = bytearray(len(chain.graph.buffers))
+        self.last_forward = last_forward_uses(chain.graph)
+        self.last_backward = last_backward_uses(chain.graph)
+        self.read_backward: list[list[int]] = [[] for _ in range(len(chain))]
+        """For each link, its buffers that the backward pass reads and that may be freed."""
+        for b, p in enumerate(chain.graph.producer):
+            if self.ops[p].forward and not chain.persistent[b] and self.last_backward[b] >= 0:
+                self.read_backward[chain.link_of(b)].append(b)
+        self.saved = [0]
+        """Links whose input is saved, ascending; the first link's input always is."""
+        while len(self.saved) < slots and len(chain) - self.saved[-1] > 1:
+            left = len(chain) - self.saved[-1]
+            free = slots - len(self.saved)
+            self.saved.append(self.saved[-1] + next_checkpoint(left, free + 1))
+        self.held: list[int] = []
+        """Buffers in memory for the link at hand: freed when the walk enters another."""
 
-        Changes the lists: `saved` gains links, `held` the states reached.
+    def _is_saved(self, b: int) -> bool:
+        link = self.chain.link_for(b)
+        return link in self.saved and link > 0 and self.chain.points[link - 1].buffer == b
+
+    def forward(self, i: int) -> None:
+        """Execute forward operation i of the base order and free what is not to be kept.
+
+        Nothing of the last link is freed: the backward pass begins with it.
         """
-        if not link or in_memory[self.points[link - 1].buffer]:
+        chain, op = self.chain, self.ops[i]
+        self.executions.append(i)
+        for b in op.writes:
+            self.in_memory[b] = 1
+        for b in (*op.reads, *op.writes):
+            if self.last_forward[b] == i and not chain.persistent[b]:
+                if chain.link_for(b) >= len(chain) - 1:
+                    self.held.append(b)
+                elif not self._is_saved(b):
+                    self.in_memory[b] = 0
+
+    def backward(self, i: int) -> None:
+        """Execute backward operation i; first restore the link that it reads if need be."""
+        missing = [b for b in self.ops[i].reads if not self.in_memory[b]]
+        if missing:
+            self._enter(max(self.chain.link_for(b) for b in missing), i)
+            self._restore(missing)
+        self.executions.append(i)
+        for b in self.ops[i].writes:
+            self.in_memory[b] = 1
+
+    def _enter(self, link: int, i: int) -> None:
+        """Free what only later links needed, and have all that the rest of `link` reads."""
+        while self.saved[-1] > link:
+            self.saved.pop()
+        for b in self.held:
+            if self.last_backward[b] < i and not self._is_saved(b):
+                self.in_memory[b] = 0
+        self.held = []
+        self._advance_to(link)
+        self._restore(b for b in self.read_backward[link] if self.last_backward[b] >= i)
+
+    def _restore(self, wanted: Iterable[int]) -> None:
+        for o in sorted(missing_operations(self.chain.graph, wanted, self.in_memory)):
+            self.executions.append(o)
+            for b in self.ops[o].writes:
+                self.in_memory[b] = 1
+                if not self.chain.persistent[b]:
+                    self.held.append(b)
+
+    def _advance_to(self, link: int) -> None:
+        """Run forward from the last saved state to the input of `link`; save where slots allow."""
+        points = self.chain.points
+        if not link or self.in_memory[points[link - 1].buffer]:
             return
-        at = saved[-1]
+        at = self.saved[-1]
         while at < link:
-            free = slots - len(saved)
-            left = link - at + 1
+            left, free = link - at + 1, self.slots - len(self.saved)
             step = next_checkpoint(left, free + 1) if free else left - 1
             for k in range(at, at + step):
-                executions += self._advance[k]
+                self.executions += self.chain.advance[k]
             at += step
             if free:
-                saved.append(at)
-            state = self.points[at - 1].buffer
-            in_memory[state] = 1
-            held.append(state)
+                self.saved.append(at)
+            self.in_memory[points[at - 1].buffer] = 1
+            self.held.append(points[at - 1].buffer)

@@ -42,6 +42,7 @@ WITHOUT_TENSORFLOW = [
 
 
 def python_files():
+    found = []
     for folder in ("optckpt", "solvers", "frontends", "tests", "benchmarks"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             # optckpt/solvers and optckpt/frontends are links to folders seen anyway.
@@ -49,7 +50,8 @@ def python_files():
                 ("optckpt", "solvers"),
                 ("optckpt", "frontends"),
             ):
-                yield path
+                found.append(path)
+    return found
 
 
 def imports(path):
