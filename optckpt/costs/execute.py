@@ -6,6 +6,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,10 @@ from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
 from tensorflow.python.eager import context, execute
 from tensorflow.python.framework import ops
 
+from optckpt.budget import format_bytes
 from optckpt.costs.cache import Cost
 from optckpt.costs.constants import static_shape
-from optckpt.costs.inputs import Argument, UnmeasurableError, synthesise
+from optckpt.costs.inputs import Argument, UnmeasurableError, synthesise, tensor_size
 from optckpt.costs.signature import Call, Link, Program, eager_attributes
 
 CHAIN = 5
@@ -25,6 +27,14 @@ _SMALL = 200e-6
 _SMALL_ALLOWANCE = 3e-3
 _ALLOWANCE = 15e-3
 _SMALL_BYTES = 1 << 16
+_UNCHECKED_BYTES = 1 << 28
+_CONTAINER_LIMITS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    (
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+    ),
+)
 
 
 @contextlib.contextmanager
@@ -70,6 +80,7 @@ class Runner:
             UnmeasurableError: if the outputs have other shapes than in the graph.
             Exception: whatever TensorFlow raises.
         """
+        _check_memory(program)
         with tf.device(self.device):
             arguments = [
                 _tensor(a) for c in program.calls for a in c.inputs if isinstance(a, Argument)
@@ -154,6 +165,30 @@ class Runner:
                 run()
                 self._overheads[function] = self._time(run)[0]
         return self._overheads[function]
+
+
+def _check_memory(program: Program) -> None:
+    """Raise MemoryError rather than let the system end the process."""
+    need = 0
+    for call in program.calls:
+        # An input is made in the host's memory and then handed to TensorFlow.
+        need += sum(2 * a.size for a in call.inputs if isinstance(a, Argument))
+        need += sum(tensor_size(*output) for output in call.outputs)
+    if need > _UNCHECKED_BYTES and need > available_memory():
+        raise MemoryError(f"{format_bytes(need)} are needed to run it alone")
+
+
+def available_memory() -> float:
+    """Bytes that the host can still give, as far as it tells; else infinity."""
+    found = [math.inf]
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                found.append(int(line.split()[1]) * 1024)
+    for limit, used in _CONTAINER_LIMITS:
+        with contextlib.suppress(OSError, ValueError):
+            found.append(int(Path(limit).read_text()) - int(Path(used).read_text()))
+    return min(found)
 
 
 def _tensor(arg: Argument) -> Any:

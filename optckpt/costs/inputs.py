@@ -69,6 +69,11 @@ class Argument:
     token: str = ""
     """Text that stands for `value` in the signature."""
 
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return tensor_size(self.dtype, self.shape)
+
     def signature(self) -> list[Any]:
         """JSON-able description; equal for inputs that cost the same."""
         tail: list[Any] = []
@@ -77,6 +82,13 @@ class Argument:
         elif self.kind == "value":
             tail = [self.token]
         return [self.dtype, list(self.shape), self.kind, *tail]
+
+
+def tensor_size(dtype: str, shape: tuple[int, ...] | None) -> int:
+    """Bytes of a tensor; 0 if that is not known."""
+    if shape is None or dtype in ("resource", "variant", "string"):
+        return 0
+    return math.prod(shape) * int(dtypes.as_dtype(dtype).size)
 
 
 def argument(op: Any, index: int, folder: Folder) -> Argument:
@@ -166,4 +178,7 @@ def synthesise(arg: Argument) -> np.ndarray:
         if arg.kind == "positive":
             sample = np.abs(sample) + 0.5
         sample = sample.astype(dtype)
-    return np.resize(sample, arg.shape)
+    full = np.empty(count, dtype)
+    for start in range(0, count, _BLOCK):
+        full[start : start + _BLOCK] = sample[: count - start]
+    return full.reshape(arg.shape)

@@ -19,7 +19,7 @@ from optckpt.costs.constants import Folder, Shapes, static_shape
 from optckpt.costs.execute import CHAIN, Runner, eager_scope, run_operation
 from optckpt.costs.flops import FREE, roofline
 from optckpt.costs.functions import called
-from optckpt.costs.inputs import Argument, UnmeasurableError
+from optckpt.costs.inputs import Argument, UnmeasurableError, tensor_size
 from optckpt.costs.progress import Display
 from optckpt.costs.registry import Captured, CostOptions
 from optckpt.costs.signature import (
@@ -290,11 +290,7 @@ class _Meter:
 
 
 def _bytes(tensor: Any) -> int:
-    shape = static_shape(tensor)
-    dtype = tensor.dtype.base_dtype
-    if shape is None or dtype.name in ("resource", "variant", "string"):
-        return 0
-    return int(tf.TensorShape(shape).num_elements() * dtype.size)
+    return tensor_size(tensor.dtype.base_dtype.name, static_shape(tensor))
 
 
 def _rate(cost: Cost | None, amount: float, otherwise: float) -> float:

@@ -102,6 +102,8 @@ def make_program(ops: Sequence[Any], folder: Folder) -> Program:
         for t in op.outputs:
             if t.dtype.base_dtype.name in ("resource", "variant"):
                 raise UnmeasurableError(f"it makes a {t.dtype.base_dtype.name}")
+            if t.dtype._is_ref_dtype:
+                raise UnmeasurableError("it works on a reference variable")
         inputs: list[Argument | Link] = []
         for i, t in enumerate(op.inputs):
             inner = position.get(t.op)
