@@ -41,6 +41,9 @@ def tensor_bytes(tensor: tf.Tensor) -> int | None:
         base = dtype.base_dtype
         if base in (tf.resource, tf.variant, tf.string):
             return 0
+    if count is None and (tensor.op.type, tensor.value_index) == ("FusedBatchNormV3", 5):
+        # The third reserve space: of no declared shape, empty on a CPU, a few bytes on a GPU.
+        return 0
     if count is None:
         shape = _shape_from_input(tensor)
         count = None if shape is None else shape.num_elements()
