@@ -1,5 +1,71 @@
-"""optckpt: the optimal checkpoint scheduler for TensorFlow 2."""
+"""optckpt: the optimal checkpoint scheduler for TensorFlow 2.
+
+`optckpt.gradients(ys, xs, budget=...)` computes what `tf.gradients` computes within a budget of
+bytes. TensorFlow is imported with the first use of a name that needs it.
+"""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+from optckpt.budget import Budget
+from optckpt.errors import OptckptError
+from optckpt.graph import Buffer, Operation, TrainingGraph
+from optckpt.planner import make_plan
+from optckpt.schedule import Certificate, Plan, Schedule
+from optckpt.simulate import Simulation, simulate
+
+if TYPE_CHECKING:
+    from optckpt.call import (
+        gradients,
+        gradients_collection,
+        gradients_memory,
+        gradients_speed,
+        last_plan,
+        patch,
+    )
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "Budget",
+    "Buffer",
+    "Certificate",
+    "Operation",
+    "OptckptError",
+    "Plan",
+    "Schedule",
+    "Simulation",
+    "TrainingGraph",
+    "gradients",
+    "gradients_collection",
+    "gradients_memory",
+    "gradients_speed",
+    "last_plan",
+    "make_plan",
+    "patch",
+    "simulate",
+]
+
+_NEED_TENSORFLOW = (
+    "gradients",
+    "gradients_collection",
+    "gradients_memory",
+    "gradients_speed",
+    "last_plan",
+    "patch",
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NEED_TENSORFLOW:
+        raise AttributeError(f"module 'optckpt' has no attribute {name!r}")
+    import importlib
+
+    value = getattr(importlib.import_module("optckpt.call"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -10,6 +10,9 @@ from __future__ import annotations
 class OptckptError(Exception):
     """Base of all errors raised on purpose by optckpt."""
 
+    ag_pass_through = True
+    """Tells AutoGraph to let the exception through as it is, type, message and attributes."""
+
 
 class GraphError(OptckptError, ValueError):
     """A training graph that contradicts itself (a buffer with two producers, say)."""
