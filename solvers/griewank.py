@@ -152,16 +152,18 @@ class _Reversal:
                 self.read_backward[chain.link_of(b)].append(b)
         self.saved = [0]
         """Links whose input is saved, ascending; the first link's input always is."""
+        self.saved_states: set[int] = set()
+        """The buffers saved: the inputs of the links `saved`."""
         while len(self.saved) < slots and len(chain) - self.saved[-1] > 1:
             left = len(chain) - self.saved[-1]
             free = slots - len(self.saved)
-            self.saved.append(self.saved[-1] + next_checkpoint(left, free + 1))
+            self._save(self.saved[-1] + next_checkpoint(left, free + 1))
         self.held: list[int] = []
         """Buffers in memory for the link at hand: freed when the walk enters another."""
 
-    def _is_saved(self, b: int) -> bool:
-        link = self.chain.link_for(b)
-        return link in self.saved and link > 0 and self.chain.points[link - 1].buffer == b
+    def _save(self, link: int) -> None:
+        self.saved.append(link)
+        self.saved_states.add(self.chain.points[link - 1].buffer)
 
     def forward(self, i: int) -> None:
         """Execute forward operation i of the base order and free what is not to be kept.
@@ -176,7 +178,7 @@ class _Reversal:
             if self.last_forward[b] == i and not chain.persistent[b]:
                 if chain.link_for(b) >= len(chain) - 1:
                     self.held.append(b)
-                elif not self._is_saved(b):
+                elif b not in self.saved_states:
                     self.in_memory[b] = 0
 
     def backward(self, i: int) -> None:
@@ -192,9 +194,9 @@ class _Reversal:
     def _enter(self, link: int, i: int) -> None:
         """Free what only later links needed, and have all that the rest of `link` reads."""
         while self.saved[-1] > link:
-            self.saved.pop()
+            self.saved_states.discard(self.chain.points[self.saved.pop() - 1].buffer)
         for b in self.held:
-            if self.last_backward[b] < i and not self._is_saved(b):
+            if self.last_backward[b] < i and b not in self.saved_states:
                 self.in_memory[b] = 0
         self.held = []
         self._advance_to(link)
@@ -221,6 +223,6 @@ class _Reversal:
                 self.executions += self.chain.advance[k]
             at += step
             if free:
-                self.saved.append(at)
+                self._save(at)
             self.in_memory[points[at - 1].buffer] = 1
             self.held.append(points[at - 1].buffer)

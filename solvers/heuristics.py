@@ -48,6 +48,9 @@ COSTLY_KINDS = frozenset(
 # Buffers smaller than this share of the largest one do not count as layers.
 _SMALL = 1e-3
 
+# A sweep simulates about so many operations in all: a few seconds.
+_SWEPT_OPERATIONS = 120_000
+
 
 def store_all(graph: TrainingGraph, budget: int | None, options: SolveOptions) -> Solution:
     """The plain step: every buffer is kept until its last use, nothing is executed again."""
@@ -112,11 +115,13 @@ def chen_greedy(graph: TrainingGraph, budget: int | None, options: SolveOptions)
 
     def candidates() -> Iterator[Schedule]:
         held = held_bytes(graph)
-        total, smallest = sum(held), max(held, default=0)
+        total, largest = sum(held), max(held, default=0)
         points = [p.operation for p in articulation_points(graph)]
         anywhere = [i for i, op in enumerate(graph.operations) if op.forward]
         seen: set[tuple[int, ...]] = set()
-        size = float(max(1, min(smallest, total // 64)))
+        size = float(max(1, min(largest, total // 64)))
+        steps = max(12, min(60, _SWEPT_OPERATIONS // max(1, len(graph.operations))))
+        ratio = max(1.01, (total / size) ** (1 / steps))
         while True:
             for allowed in (points, anywhere):
                 cuts = greedy_cuts(graph, int(size), allowed)
@@ -125,7 +130,7 @@ def chen_greedy(graph: TrainingGraph, budget: int | None, options: SolveOptions)
                     yield schedule_from_kept(graph, kept_at(graph, cuts), "segments", cuts)
             if size >= total:
                 return
-            size *= 1.35
+            size *= ratio
 
     return best_of("chen_greedy", graph, budget, candidates(), options.time_limit)
 
@@ -203,6 +208,6 @@ def griewank(graph: TrainingGraph, budget: int | None, options: SolveOptions) ->
             if found is None:
                 return
             yield found
-            slots = min(slots - 1, round(slots * 0.85)) if slots > 12 else slots - 1
+            slots = slots - 1 if slots <= 12 else min(slots - 1, round(slots * 0.8))
 
     return best_of("griewank", graph, budget, candidates(), options.time_limit)
