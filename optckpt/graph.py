@@ -249,7 +249,7 @@ class TrainingGraph:
             )
         except KeyError as e:
             raise GraphError(f"training graph lacks the field {e.args[0]!r}") from None
-        except (TypeError, ValueError) as e:
+        except (TypeError, ValueError, OverflowError) as e:
             if isinstance(e, GraphError):
                 raise
             raise GraphError(f"training graph has a malformed field: {e}") from None

@@ -144,7 +144,7 @@ class Plan:
             )
         except KeyError as e:
             raise PlanError(f"plan lacks the field {e.args[0]!r}") from None
-        except (TypeError, ValueError) as e:
+        except (TypeError, ValueError, OverflowError) as e:
             if isinstance(e, PlanError):
                 raise
             raise PlanError(f"plan has a malformed field: {e}") from None

@@ -115,6 +115,8 @@ def damaged(**change):
         (damaged(operations=[{"name": "x"}]), ["'kind'"]),
         (damaged(operations=[3]), ["malformed"]),
         (damaged(resident="much"), ["malformed", "much"]),
+        (damaged(resident=float("inf")), ["malformed", "infinity"]),
+        (damaged(resident=float("nan")), ["malformed", "NaN"]),
     ],
 )
 def test_damaged_json_is_refused(data, words):

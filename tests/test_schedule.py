@@ -69,6 +69,7 @@ def damaged(plan, **change):
         ({"certificate": {"status": "optimal", "colour": 1}}, "malformed"),
         ({"schedule": ["x"]}, "malformed"),
         ({"budget": "much"}, "malformed"),
+        ({"budget": float("inf")}, "malformed"),
         ({"overhead": None}, "malformed"),
     ],
 )

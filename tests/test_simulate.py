@@ -196,6 +196,16 @@ def test_unread_outputs_count_while_written():
     assert simulate(graph, Schedule.base(graph)).profile == (32, 6)
 
 
+def test_a_buffer_read_twice_is_there_once():
+    ops = (
+        Operation("a", "x", 1.0, (), (0,)),
+        Operation("square", "x", 1.0, (0, 0), (1,), inplace=(0,)),
+        Operation("next", "x", 1.0, (1,), (2,)),
+    )
+    graph = TrainingGraph(ops, (Buffer("a", 5), Buffer("b", 5), Buffer("c", 1)))
+    assert simulate(graph, Schedule.base(graph)).profile == (5, 5, 6)
+
+
 def test_outputs_live_to_the_end():
     ops = (Operation("a", "x", 1.0, (), (0,)), Operation("b", "x", 1.0, (), (1,)))
     buffers = (Buffer("a", 2), Buffer("b", 3))
