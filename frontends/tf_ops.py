@@ -224,9 +224,29 @@ def _rows_aligned(tensor: tf.Tensor) -> bool:
     return inner is not None and inner * tensor.dtype.size % 64 == 0
 
 
-def _constant(tensor: tf.Tensor) -> list[int] | None:
-    value = tensor_util.constant_value(tensor)
-    return None if value is None else [int(v) for v in value.reshape(-1)]
+def constant(tensor: tf.Tensor) -> list[int] | None:
+    """The numbers of a short constant tensor of integers, flat; None if it is not one.
+
+    `tf.get_static_value` would do, but it forbids feeding the tensors it has looked at.
+    """
+    op = tensor.op
+    count = tensor.shape.num_elements()
+    if not tensor.dtype.is_integer or count is None or count > 64:
+        return None
+    if op.type == "Const":
+        return [int(v) for v in tensor_util.MakeNdarray(op.get_attr("value")).reshape(-1)]
+    if op.type == "Shape":
+        shape = op.inputs[0].shape
+        return [int(d) for d in shape] if shape.is_fully_defined() else None
+    if op.type in ("Identity", "Cast", "Reshape", "ExpandDims", "Squeeze"):
+        return constant(op.inputs[0])
+    if op.type in ("Pack", "ConcatV2"):
+        parts = op.inputs if op.type == "Pack" else op.inputs[:-1]
+        if any((t.shape.rank or 0) > 1 for t in parts):
+            return None
+        values = [constant(t) for t in parts]
+        return None if None in values else [n for v in values if v for n in v]
+    return None
 
 
 def _slice_views(op: tf.Operation) -> list[tuple[int, int]]:
@@ -244,10 +264,10 @@ def _strided_slice_views(op: tf.Operation) -> list[tuple[int, int]]:
     if source.shape.rank in (None, 0) or not source.shape.is_fully_defined():
         return []
     if _count(source) == _count(out):
-        steps = _constant(op.inputs[3])
+        steps = constant(op.inputs[3])
         # A full reversal keeps the count, too.
         return [(0, 0)] if steps is not None and all(s == 1 for s in steps) else []
-    begin, end, steps = (_constant(t) for t in op.inputs[1:4])
+    begin, end, steps = (constant(t) for t in op.inputs[1:4])
     if begin is None or end is None or steps is None or not begin:
         return []
     if op.get_attr("ellipsis_mask") or op.get_attr("new_axis_mask") or steps[0] != 1:
@@ -272,7 +292,7 @@ def _split_views(
         outs = range(len(op.outputs))
         if len(op.outputs) == 1:
             return [(value_input, 0)]
-        axis = _constant(op.inputs[axis_input])
+        axis = constant(op.inputs[axis_input])
         source = op.inputs[value_input]
         rank = source.shape.rank
         if axis is None or rank is None or axis[0] % rank or not _rows_aligned(source):
@@ -292,7 +312,7 @@ def _unpack_views(op: tf.Operation) -> list[tuple[int, int]]:
 
 def _transpose_views(op: tf.Operation) -> list[tuple[int, int]]:
     shape = op.inputs[0].shape
-    perm = _constant(op.inputs[1])
+    perm = constant(op.inputs[1])
     if perm is None or not shape.is_fully_defined():
         return []
     moved = [p for p in perm if shape[p] != 1]

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import tensorflow as tf
-from tensorflow.python.framework import tensor_util
 
 from optckpt.errors import CaptureError
-from optckpt.frontends.tf_ops import RESIDENT, is_opaque, words
+from optckpt.frontends.tf_ops import RESIDENT, constant, is_opaque, words
 
 CHAIN_FROM = 64 * 1024
 """Default size in bytes from which a tensor is large, if the largest tensor is 4 MiB or more."""
+
+_TINY = 1024
+"""Bytes below which a tensor of unknown size is taken for small whatever the others are."""
 
 # Input that holds the shape of the output.
 _SHAPE_INPUT = {"Reshape": 1, "Fill": 0, "BroadcastTo": 1, "ScatterNd": 2, "Empty": 0}
@@ -26,7 +28,7 @@ _SHAPE_INPUT_PREFIXES = (
 _NOT_LARGER = words("""
     Unique UniqueV2 UniqueWithCounts UniqueWithCountsV2 Where ListDiff DynamicPartition
     StridedSlice Slice ConcatV2 Concat Pack Reshape Squeeze ExpandDims Cast Identity Unpack
-    Split SplitV Shape Size Rank Prod Sum Max Min Neg Bincount InvertPermutation Sort TopKV2
+    Split SplitV Shape Size Rank Prod Sum Max Min Neg InvertPermutation BroadcastGradientArgs
     """)
 
 
@@ -79,7 +81,7 @@ class Sizes:
         size = self.of(tensor)
         if size is None:
             bound = at_most(tensor, self.of)
-            if bound is None or bound >= self.chain_from:
+            if bound is None or bound >= max(self.chain_from, _TINY):
                 raise unknown_size(tensor)
             self._bytes[id(tensor)] = size = 0
         return size
@@ -95,11 +97,8 @@ def _shape_from_input(tensor: tf.Tensor) -> tf.TensorShape | None:
         index = 0
     if index is None or index >= len(op.inputs):
         return None
-    try:
-        shape = tensor_util.constant_value_as_shape(op.inputs[index])
-    except (TypeError, ValueError):
-        return None
-    return tensor.shape.merge_with(shape) if shape.rank == tensor.shape.rank else shape
+    dims = constant(op.inputs[index])
+    return None if dims is None or min(dims, default=0) < 0 else tf.TensorShape(dims)
 
 
 def at_most(tensor: tf.Tensor, bytes_of: Callable[[tf.Tensor], int | None]) -> int | None:
@@ -113,9 +112,11 @@ def at_most(tensor: tf.Tensor, bytes_of: Callable[[tf.Tensor], int | None]) -> i
         if size is None:
             return None
         total += size
-    rank = max((t.shape.rank or 1 for t in op.inputs), default=1)
-    # One int64 index per element and axis (Where), of elements of one byte at least.
-    return total * 8 * max(rank, 1)
+    if op.type == "Where":
+        # One int64 per axis for each element that is not zero, of one byte at least.
+        return total * 8 * (op.inputs[0].shape.rank or 1)
+    # The type of indices may be twice as wide as that of the values.
+    return total * 2
 
 
 def unknown_size(tensor: tf.Tensor) -> CaptureError:
@@ -165,9 +166,7 @@ def _culprits(tensor: tf.Tensor) -> list[tf.Tensor]:
         if not unknown:
             # The shape may have been computed from numbers that stem from an unknown shape.
             unknown = [
-                i
-                for i in t.op.inputs
-                if i.dtype in (tf.int32, tf.int64) and tensor_util.constant_value(i) is None
+                i for i in t.op.inputs if i.dtype in (tf.int32, tf.int64) and constant(i) is None
             ]
             if not unknown:
                 found.append(t)
