@@ -100,9 +100,12 @@ def sqrt_n(graph: TrainingGraph, budget: int | None, options: SolveOptions) -> S
     segments instead, and all that crosses a cut is kept. On a chain of n equal layers the peak
     is O(sqrt(n)) layers at one extra forward pass at most.
     """
-    boundaries = sqrt_n_boundaries(graph)
-    schedule = schedule_from_kept(graph, kept_at(graph, boundaries), "segments", boundaries)
-    return best_of("sqrt_n", graph, budget, [schedule], options.time_limit)
+
+    def candidates() -> Iterator[Schedule]:
+        boundaries = sqrt_n_boundaries(graph)
+        yield schedule_from_kept(graph, kept_at(graph, boundaries), "segments", boundaries)
+
+    return best_of("sqrt_n", graph, budget, candidates(), options.time_limit)
 
 
 def chen_greedy(graph: TrainingGraph, budget: int | None, options: SolveOptions) -> Solution:
