@@ -329,6 +329,9 @@ class _Build:
                     writes.append(t)
                 else:
                     self.small_sizes.append(size)
+        if len(writes) > 1 and tf_ops.inplace_inputs(group[0]):
+            # The output that may take over an input's memory comes first.
+            writes.sort(key=self.sizes.exact, reverse=True)
         return writes, inner
 
     def _add_unit(

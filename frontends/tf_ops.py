@@ -62,6 +62,12 @@ _INPLACE: dict[str, tuple[int, ...]] = {
     "SelectV2": (1, 2),
 }
 
+SAME_SIZE = _VIEWS | (
+    words(_UNARY)
+    - words("SoftmaxCrossEntropyWithLogits SparseSoftmaxCrossEntropyWithLogits BiasAdd")
+)
+"""Operations whose output has as many bytes as their first input."""
+
 _CALLS = words("""
     While StatelessWhile If StatelessIf Case StatelessCase PartitionedCall StatefulPartitionedCall
     """)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import tensorflow as tf
 
 from optckpt.errors import CaptureError
-from optckpt.frontends.tf_ops import RESIDENT, constant, is_opaque, words
+from optckpt.frontends.tf_ops import METADATA, RESIDENT, SAME_SIZE, constant, is_opaque, words
 
 CHAIN_FROM = 64 * 1024
 """Default size in bytes from which a tensor is large, if the largest tensor is 4 MiB or more."""
@@ -73,12 +73,19 @@ class Sizes:
         try:
             return self._bytes[key]
         except KeyError:
-            self._bytes[key] = size = tensor_bytes(tensor)
+            size = tensor_bytes(tensor)
+            source = tensor
+            while size is None and source.op.type in SAME_SIZE:
+                source = source.op.inputs[0]
+                size = tensor_bytes(source)
+            self._bytes[key] = size
             return size
 
     def exact(self, tensor: tf.Tensor) -> int:
         """Bytes; 0 for a tensor of unknown size that is surely small. Raises CaptureError."""
         size = self.of(tensor)
+        if size is None:
+            size = self._bytes[id(tensor)] = _known_to_reader(tensor)
         if size is None:
             bound = at_most(tensor, self.of)
             if bound is None or bound >= max(self.chain_from, _TINY):
@@ -88,6 +95,16 @@ class Sizes:
 
     def large(self, tensor: tf.Tensor) -> bool:
         return (self.of(tensor) or 0) >= self.chain_from
+
+
+def _known_to_reader(tensor: tf.Tensor) -> int | None:
+    """Bytes of a tensor of unknown shape that is reshaped to, or declared to be, a known one."""
+    for op in tensor.consumers():
+        if op.type in ("Reshape", "EnsureShape", "Identity") and op.inputs[0] is tensor:
+            size = tensor_bytes(op.outputs[0])
+            if size is not None:
+                return size
+    return None
 
 
 def _shape_from_input(tensor: tf.Tensor) -> tf.TensorShape | None:
@@ -104,6 +121,8 @@ def _shape_from_input(tensor: tf.Tensor) -> tf.TensorShape | None:
 def at_most(tensor: tf.Tensor, bytes_of: Callable[[tf.Tensor], int | None]) -> int | None:
     """An upper bound on the bytes of a tensor of unknown shape, or None."""
     op = tensor.op
+    if op.type in METADATA:
+        return 0
     if op.type not in _NOT_LARGER:
         return None
     total = 0
