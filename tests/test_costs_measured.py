@@ -453,6 +453,24 @@ def test_unit_that_fails_as_a_whole_is_the_sum_of_its_members(monkeypatch):
     assert unit.workspace == 2 * 64 * 64 * 4 + 100
 
 
+def test_views_inside_a_call_keep_what_they_are_views_of(monkeypatch):
+    @tf.function
+    def inner(x):
+        flat = tf.reshape(tf.sigmoid(x), [-1])
+        other = tf.nn.relu(tf.exp(x))
+        return tf.reshape(other, [-1]) * flat
+
+    def fake(self, program):
+        return Cost(1.0, 0)
+
+    monkeypatch.setattr(Runner, "measure", fake)
+    capture = capture_ops(trace(lambda x: inner(x), f32(10, 10)))
+    (call,) = [op for op in measure(capture).operations if "PartitionedCall" in op.kind]
+    assert call.seconds == 4.0
+    # While relu runs: the results of sigmoid (through its view), exp and relu.
+    assert call.workspace == 3 * 400
+
+
 # In place
 
 

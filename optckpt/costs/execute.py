@@ -25,7 +25,9 @@ CHAIN = 5
 """Length of the chain in which all calls but the first work in place."""
 _SMALL = 200e-6
 _SMALL_ALLOWANCE = 3e-3
-_ALLOWANCE = 15e-3
+_ALLOWANCE = 20e-3
+_BUSY_ALLOWANCE = 150e-3
+_NEAR = 1.05
 _SMALL_BYTES = 1 << 16
 _UNCHECKED_BYTES = 1 << 28
 _CONTAINER_LIMITS = (
@@ -115,10 +117,15 @@ class Runner:
                 )
 
     def _time(self, run: Callable[[], Any]) -> tuple[float, int]:
-        best = float("inf")
+        best = second = math.inf
         workspace: int | None = None
         spent, count = 0.0, 0
-        while count < self.repeats or spent < (_SMALL_ALLOWANCE if best < _SMALL else _ALLOWANCE):
+        while (
+            count < self.repeats
+            or spent < (_SMALL_ALLOWANCE if best < _SMALL else _ALLOWANCE)
+            # On a busy machine the fastest of a few is chance until another comes near it.
+            or (best > _SMALL and second > _NEAR * best and spent < _BUSY_ALLOWANCE)
+        ):
             self._reset_memory()
             start = time.perf_counter()
             outputs = run()
@@ -128,7 +135,7 @@ class Runner:
             extra = self._extra_memory()
             del outputs
             workspace = extra if workspace is None else min(workspace, extra)
-            best = min(best, elapsed)
+            best, second = sorted((best, second, elapsed))[:2]
             spent += elapsed
             count += 1
         return best, workspace or 0

@@ -57,6 +57,13 @@ def measured(capture: Captured, options: CostOptions) -> Sequence[Cost]:
 
     The device's memory statistics are reset on the way; nothing else is changed.
     """
+    # AutoGraph would convert all that is called while a function is traced.
+    run = tf.autograph.experimental.do_not_convert(_measured)
+    costs: list[Cost] = run(capture, options)
+    return costs
+
+
+def _measured(capture: Captured, options: CostOptions) -> list[Cost]:
     start = time.perf_counter()
     units, operations = capture.units, capture.graph.operations
     in_place = _dying_inputs(capture.graph)
@@ -149,10 +156,19 @@ class _Meter:
 
     def _sequence(self, ops: Sequence[Any], nesting: int = _NESTING) -> Cost:
         """Operations one after the other; tensors that do not leave them are workspace."""
-        inner = set(ops)
-        outside = {t.ref() for t in leaving(ops)}
+        # Views share memory with the tensor they are taken of.
+        owner: dict[Any, Any] = {}
+        for op in ops:
+            if op.type in FREE and op.inputs:
+                source = op.inputs[0].ref()
+                owner.update((t.ref(), owner.get(source, source)) for t in op.outputs)
+
+        def root(t: Any) -> Any:
+            return owner.get(t.ref(), t.ref())
+
+        outside = {root(t) for t in leaving(ops)}
+        last = {root(t): i for i, op in enumerate(ops) for t in op.inputs}
         held: dict[Any, int] = {}
-        last = {t.ref(): i for i, op in enumerate(ops) for t in op.inputs if t.op in inner}
         live, peak, seconds = 0, 0, 0.0
         for i, op in enumerate(ops):
             cost = self._operation(op, nesting=nesting)
@@ -163,8 +179,8 @@ class _Meter:
                 live += sum(made.values())
             peak = max(peak, live + cost.workspace)
             for t in (*op.inputs, *op.outputs):
-                if last.get(t.ref(), -1) <= i:
-                    live -= held.pop(t.ref(), 0)
+                if last.get(root(t), -1) <= i:
+                    live -= held.pop(root(t), 0)
         return Cost(seconds, peak)
 
     def _program(self, ops: Sequence[Any], name: str) -> Cost | None:
