@@ -1,0 +1,231 @@
+"""Mixed-integer programs through OR-Tools, in a process of its own.
+
+A worker process keeps OR-Tools apart from TensorFlow (both bring their own protobuf and
+Abseil), can be killed when a solver overruns its time limit or the user presses Ctrl-C, and
+leaves this process free to search meanwhile. It is started once and used again; models
+travel as plain lists.
+
+MathOpt is the way in: building the model proto from flat lists takes a tenth of the time of
+building expressions, and HiGHS and SCIP are both behind it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import pickle
+import select
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from optckpt.errors import OptckptError
+
+logger = logging.getLogger("optckpt.solvers.engine")
+
+Engine = Literal["highs", "scip"]
+INFINITY = float("inf")
+GRACE = 1.0
+"""Seconds beyond its time limit after which a solver is killed."""
+
+
+@dataclass
+class MipModel:
+    """Minimise cost . x subject to row_lower <= A x <= row_upper, lower <= x <= upper."""
+
+    cost: list[float] = field(default_factory=list)
+    lower: list[float] = field(default_factory=list)
+    upper: list[float] = field(default_factory=list)
+    integer: list[bool] = field(default_factory=list)
+    row_lower: list[float] = field(default_factory=list)
+    row_upper: list[float] = field(default_factory=list)
+    row: list[int] = field(default_factory=list)
+    column: list[int] = field(default_factory=list)
+    value: list[float] = field(default_factory=list)
+
+    def add_column(self, cost: float = 0.0, upper: float = 1.0, integer: bool = True) -> int:
+        """A variable in [0, upper]; returns its index."""
+        self.cost.append(cost)
+        self.lower.append(0.0)
+        self.upper.append(upper)
+        self.integer.append(integer)
+        return len(self.cost) - 1
+
+    def add_row(
+        self, terms: dict[int, float], lower: float = -INFINITY, upper: float = INFINITY
+    ) -> None:
+        """lower <= sum of coefficient * column over `terms` (column -> coefficient) <= upper."""
+        r = len(self.row_lower)
+        self.row_lower.append(lower)
+        self.row_upper.append(upper)
+        columns = sorted(terms)
+        self.row.extend([r] * len(columns))
+        self.column.extend(columns)
+        self.value.extend([terms[c] for c in columns])
+
+
+@dataclass(frozen=True, slots=True)
+class MipResult:
+    """What a solver found out within its limits."""
+
+    status: Literal["optimal", "feasible", "infeasible", "unknown"]
+    """unknown: neither a solution nor a proof of infeasibility."""
+    values: list[float] | None
+    bound: float
+    """Proven lower bound on the objective, solver tolerances already subtracted."""
+
+
+class _Worker:
+    """One running worker process."""
+
+    def __init__(self) -> None:
+        script = Path(__file__).with_name("engine_worker.py")
+        env = dict(os.environ)
+        # The child must find the same OR-Tools, however this process found it.
+        env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
+        self.process = subprocess.Popen(
+            [sys.executable, str(script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=env,
+        )
+        self.owner = os.getpid()
+
+    def alive(self) -> bool:
+        return self.owner == os.getpid() and self.process.poll() is None
+
+    def kill(self) -> None:
+        if self.owner == os.getpid():
+            self.process.kill()
+            self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+    def send(self, request: dict[str, Any]) -> None:
+        assert self.process.stdin is not None
+        pickle.dump(request, self.process.stdin, protocol=pickle.HIGHEST_PROTOCOL)
+        self.process.stdin.flush()
+
+    def receive(self, timeout: float) -> dict[str, Any] | None:
+        """The reply, or None if there is none within `timeout` seconds."""
+        assert self.process.stdout is not None
+        ready, _, _ = select.select([self.process.stdout], [], [], max(0.0, timeout))
+        if not ready:
+            return None
+        reply: dict[str, Any] = pickle.load(self.process.stdout)
+        return reply
+
+
+_idle: list[_Worker] = []
+_lock = threading.Lock()
+
+
+def warm_up() -> None:
+    """Start a worker now, so that OR-Tools loads while the caller does something else."""
+    worker = _take()
+    with _lock:
+        _idle.append(worker)
+
+
+def _take() -> _Worker:
+    with _lock:
+        while _idle:
+            worker = _idle.pop()
+            if worker.alive():
+                return worker
+    return _Worker()
+
+
+@atexit.register
+def _shut_down() -> None:
+    with _lock:
+        while _idle:
+            _idle.pop().kill()
+
+
+class Solve:
+    """A model being solved in a worker; `result` waits for it, `cancel` ends it."""
+
+    def __init__(
+        self,
+        model: MipModel,
+        *,
+        time_limit: float,
+        gap: float = 0.0,
+        seed: int = 0,
+        engine: Engine = "highs",
+        hint: list[float] | None = None,
+    ) -> None:
+        self._deadline = time.monotonic() + time_limit + GRACE
+        self._worker: _Worker | None = _take()
+        request = {
+            **vars(model),
+            "time_limit": time_limit,
+            "gap": gap,
+            "seed": seed,
+            "engine": engine,
+            "hint": hint,
+        }
+        try:
+            self._worker.send(request)
+        except BaseException:
+            self.cancel()
+            raise
+
+    def result(self) -> MipResult:
+        """Wait for the solver.
+
+        Raises:
+            OptckptError: if OR-Tools is missing or fails.
+        """
+        assert self._worker is not None
+        try:
+            reply = self._worker.receive(self._deadline - time.monotonic())
+        except EOFError:
+            self.cancel()
+            raise OptckptError(
+                "the process that runs OR-Tools ended without an answer; check that ortools "
+                f"can be imported by {sys.executable}"
+            ) from None
+        except BaseException:
+            self.cancel()
+            raise
+        if reply is None:
+            logger.warning("a solver overran its time limit and was stopped")
+            self.cancel()
+            return MipResult("unknown", None, -INFINITY)
+        with _lock:
+            _idle.append(self._worker)
+        self._worker = None
+        if "error" in reply:
+            raise OptckptError(f"OR-Tools failed: {reply['error']}")
+        if reply["infeasible"]:
+            return MipResult("infeasible", None, INFINITY)
+        bound = reply["bound"]
+        # Both solvers accept solutions and prune nodes within about 1e-6 of the objective.
+        bound -= 1e-6 * max(1e-3, abs(bound)) if abs(bound) < INFINITY else 0.0
+        values = reply["values"]
+        if values is None:
+            return MipResult("unknown", None, bound)
+        return MipResult("optimal" if reply["optimal"] else "feasible", values, bound)
+
+    def cancel(self) -> None:
+        """End the solver; the worker is killed."""
+        if self._worker is not None:
+            self._worker.kill()
+            self._worker = None
+
+
+def solve_mip(model: MipModel, **limits: Any) -> MipResult:
+    """Solve `model` and wait; the keywords are those of `Solve`."""
+    run = Solve(model, **limits)
+    try:
+        return run.result()
+    finally:
+        run.cancel()

@@ -1,0 +1,154 @@
+"""The loss cut: a quick lower bound on the extra time that holds for any order of operations.
+
+As the loss is first computed, all its ancestors have run and none of its descendants has.
+What a descendant reads of the ancestors' results is then in memory or is computed again later,
+and what is in memory fits the budget. Nothing else is asked of the schedule, so the bound holds
+whatever the order; and it is one small MIP. Any operation may play the part of the loss; the
+one that the most bytes have to bypass is taken.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from optckpt.graph import TrainingGraph
+from optckpt.solvers.engine import MipModel, Solve
+from optckpt.solvers.preprocess import Problem, memory_unit, preprocess
+
+STEP = 1000.0
+
+
+@dataclass(frozen=True)
+class LossCut:
+    """Where the graph is cut."""
+
+    operation: int
+    """The loss, or what plays its part."""
+    before: frozenset[int]
+    """Its ancestors: they have run when it first runs, in any order."""
+    after: frozenset[int]
+    """Its descendants, and the end of the step: they have not."""
+
+
+def find_loss(graph: TrainingGraph) -> LossCut | None:
+    """The operation that the most bytes have to bypass; None if no buffer bypasses any."""
+    n = len(graph.operations)
+    parents = [
+        sorted({graph.producer[b] for b in op.reads} | set(op.after)) for op in graph.operations
+    ]
+    ancestors = [0] * (n + 1)
+    for i in range(n):
+        for j in parents[i]:
+            ancestors[i] |= ancestors[j] | 1 << j
+    ancestors[n] = (1 << n) - 1
+    descendants = [0] * n
+    for i in range(n - 1, -1, -1):
+        for j in parents[i]:
+            descendants[j] |= descendants[i] | 1 << i
+    width = (n + 7) // 8
+    bypassing = np.zeros(8 * width)
+    for b, buffer in enumerate(graph.buffers):
+        below = 0
+        for r in graph.readers[b]:
+            below |= ancestors[r]
+        if b in graph.outputs:
+            below |= ancestors[n]
+        mask = descendants[graph.producer[b]] & below
+        if mask and buffer.size:
+            bits = np.frombuffer(mask.to_bytes(width, "little"), np.uint8)
+            bypassing += float(buffer.size) * np.unpackbits(bits, bitorder="little")
+    if not bypassing.any():
+        return None
+    loss = int(np.argmax(bypassing))
+    return LossCut(
+        loss,
+        frozenset(i for i in range(n) if ancestors[loss] >> i & 1),
+        frozenset([n, *(i for i in range(n) if descendants[loss] >> i & 1)]),
+    )
+
+
+def loss_cut_model(problem: Problem, cut: LossCut, budget: int) -> MipModel:
+    """The MIP at `cut` under `budget` bytes (without resident data); the plain step costs STEP."""
+    p, loss = problem, cut.operation
+    held = set(p.reads[loss])
+    held |= {
+        t
+        for t, o in enumerate(p.producer)
+        if o in cut.before
+        and not p.repeatable[o]
+        and p.size[t]
+        and any(r in cut.after for r in p.base_readers[t])
+    }
+    needed = [
+        t
+        for t, o in enumerate(p.producer)
+        if o in cut.before and p.size[t] and any(r in cut.after for r in p.base_readers[t])
+    ]
+    model = MipModel()
+    keep: dict[int, int] = {}
+    comp: dict[int, int] = {}
+    stack = [t for t in needed if t not in held]
+    while stack:
+        t = stack.pop()
+        if t in keep:
+            continue
+        keep[t] = model.add_column()
+        o = p.producer[t]
+        if p.repeatable[o] and o not in comp:
+            comp[o] = model.add_column(cost=p.cost[o] * STEP)
+            stack.extend(r for r in p.reads[o] if r not in held)
+
+    def supply(t: int) -> dict[int, float]:
+        terms = {keep[t]: 1.0}
+        if p.producer[t] in comp:
+            terms[comp[p.producer[t]]] = 1.0
+        return terms
+
+    for t in needed:
+        if t not in held:
+            model.add_row(supply(t), lower=1.0)
+    for o, column in comp.items():
+        for t in p.reads[o]:
+            if t not in held:
+                model.add_row({**supply(t), column: -1.0}, lower=0.0)
+    fixed = p.workspace[loss] + sum(p.size[t] for t in (*held, *p.writes[loss]))
+    if p.takes[loss]:
+        fixed -= p.size[p.writes[loss][0]]
+    # Rounding makes the row weaker only.
+    unit = memory_unit(p, budget)
+    row = {c: float(p.size[t] // unit) for t, c in keep.items()}
+    model.add_row(row, upper=float((budget - fixed) // unit))
+    return model
+
+
+def start_loss_cut(
+    graph: TrainingGraph, budget: int, *, time_limit: float, gap: float
+) -> Solve | None:
+    """Start solving the loss cut of `graph` under `budget` bytes (resident included).
+
+    The bound of its result, divided by STEP, is a fraction of the plain step's time; the result
+    "infeasible" proves that no schedule in any order fits. None if there is nothing to cut.
+    """
+    cut = find_loss(graph)
+    if cut is None:
+        return None
+    model = loss_cut_model(preprocess(graph), cut, budget - graph.resident)
+    return Solve(model, time_limit=time_limit, gap=gap * STEP)
+
+
+def loss_cut_bound(
+    graph: TrainingGraph, budget: int, *, time_limit: float = 10.0, gap: float = 1e-4
+) -> float:
+    """A lower bound on the extra time (fraction of the plain step) of any schedule, in any order.
+
+    Infinite if it proves that no schedule fits `budget` bytes (resident included).
+    """
+    run = start_loss_cut(graph, budget, time_limit=time_limit, gap=gap)
+    if run is None:
+        return 0.0
+    try:
+        return max(0.0, run.result().bound / STEP)
+    finally:
+        run.cancel()

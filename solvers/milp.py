@@ -1,0 +1,212 @@
+"""The strategy `milp`: Checkmate's stage-by-stage formulation, for small graphs.
+
+Follows Jain et al., "Checkmate: breaking the memory wall with optimal tensor
+rematerialization" (MLSys 2020), extended to operations with several outputs, workspace,
+non-repeatable operations, outputs that must survive and outputs that take over an input's
+memory. Each base operation is preceded by `SWEEPS` sweeps over the operations before it; in a
+sweep every operation runs at most once, in base order. With one sweep this is Checkmate's class
+of schedules; it is not all of them: now and then it pays to execute an operation, use and drop
+what it wrote, and go back to an operation before it without a base operation in between, and
+that takes a second sweep.
+
+It shares no formulation with `optimal` and serves to check it.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from optckpt.errors import OptckptError
+from optckpt.graph import TrainingGraph
+from optckpt.schedule import Certificate, Schedule, Solution, Status
+from optckpt.simulate import simulate
+from optckpt.solvers.engine import MipModel, solve_mip
+from optckpt.solvers.registry import Progress, SolveOptions
+
+MAX_OPERATIONS = 60
+SWEEPS = 2
+STEP = 1000.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Sweep:
+    """Part of the schedule: re-executions before base operation `stage`, perhaps itself too."""
+
+    stage: int
+    closing: bool
+    """Whether base operation `stage` runs at the end of the sweep."""
+
+    @property
+    def slots(self) -> int:
+        """Operations below this number may run in the sweep."""
+        return self.stage + self.closing
+
+
+class _Checkmate:
+    """The model: R[r,i] runs i in sweep r, S[r,t] holds t before it, FREE[r,i,t] frees t."""
+
+    def __init__(self, graph: TrainingGraph, budget: int, sweeps: int) -> None:
+        self.graph = graph
+        self.room = budget - graph.resident
+        self.model = MipModel()
+        n = len(graph.operations)
+        self.sweeps = [
+            _Sweep(j, closing=q == sweeps - 1 and j < n)
+            for j in range(n + 1)
+            for q in range(sweeps)
+        ]
+        self.plain = graph.seconds or 1.0
+        self.run: list[dict[int, int]] = []
+        self.hold: list[dict[int, int]] = []
+        for sweep in self.sweeps:
+            run = {}
+            for i in range(sweep.slots):
+                if i == sweep.stage:
+                    run[i] = self.fixed(1.0)
+                elif graph.operations[i].repeatable:
+                    cost = graph.operations[i].seconds / self.plain * STEP
+                    run[i] = self.model.add_column(cost=cost)
+            self.run.append(run)
+            self.hold.append(
+                {
+                    t: self.model.add_column()
+                    for t, p in enumerate(graph.producer)
+                    if p < sweep.stage
+                }
+            )
+        outputs = set(graph.outputs)
+        self.hold.append({t: self.fixed(float(t in outputs)) for t in range(len(graph.buffers))})
+        for r in range(len(self.sweeps)):
+            self.add_dependencies(r)
+            self.add_memory(r)
+
+    def fixed(self, value: float) -> int:
+        column = self.model.add_column()
+        self.model.lower[column] = self.model.upper[column] = value
+        return column
+
+    def add_dependencies(self, r: int) -> None:
+        graph, run, hold = self.graph, self.run[r], self.hold[r]
+        for i, column in run.items():
+            for t in graph.operations[i].reads:
+                self.model.add_row(self.present(r, t, {column: -1.0}), lower=0.0)
+        for t, column in self.hold[r + 1].items():
+            if graph.producer[t] < self.sweeps[r].slots:
+                self.model.add_row(self.present(r, t, {column: -1.0}), lower=0.0)
+        for t, column in hold.items():
+            # The old copy of what is computed anew would be of no use in this sweep.
+            again = run.get(graph.producer[t])
+            if again is not None:
+                self.model.add_row({column: 1.0, again: 1.0}, upper=1.0)
+
+    def present(self, r: int, t: int, terms: dict[int, float]) -> dict[int, float]:
+        """`terms` plus S[r,t] + R[r, producer of t]."""
+        for column in (self.hold[r].get(t), self.run[r].get(self.graph.producer[t])):
+            if column is not None:
+                terms[column] = 1.0
+        return terms
+
+    def add_memory(self, r: int) -> None:
+        graph, run = self.graph, self.run[r]
+        model = self.model
+        size = [b.size for b in graph.buffers]
+        held: dict[int, float] = {c: float(size[t]) for t, c in self.hold[r].items()}
+        before = model.add_column(upper=float("inf"), integer=False)
+        model.add_row({**held, before: -1.0}, lower=0.0, upper=0.0)
+        for i, column in run.items():
+            op = graph.operations[i]
+            written = sum(size[t] for t in op.writes)
+            during = {before: 1.0, column: float(written + op.workspace)}
+            after = model.add_column(upper=float("inf"), integer=False)
+            balance = {before: 1.0, column: float(written), after: -1.0}
+            taken: dict[int, float] = {}
+            for t in dict.fromkeys((*op.reads, *op.writes)):
+                free = self.add_free(r, i, t)
+                balance[free] = -float(size[t])
+                if t in op.inplace and op.writes and size[t] == size[op.writes[0]]:
+                    take = model.add_column()
+                    model.add_row({free: 1.0, take: -1.0}, lower=0.0)
+                    taken[take] = 1.0
+                    during[take] = -float(size[t])
+            model.add_row(balance, lower=0.0, upper=0.0)
+            if len(taken) > 1:
+                model.add_row(taken, upper=1.0)
+            model.add_row(during, upper=float(self.room))
+            before = after
+
+    def add_free(self, r: int, i: int, t: int) -> int:
+        """FREE[r,i,t]: i runs, nothing behind it in the sweep reads t, the next holds it not."""
+        free = self.model.add_column(integer=False)
+        self.model.add_row({self.run[r][i]: 1.0, free: -1.0}, lower=0.0)
+        later = [self.run[r].get(k) for k in self.graph.readers[t] if k > i]
+        for column in (self.hold[r + 1].get(t), *later):
+            if column is not None:
+                self.model.add_row({column: 1.0, free: 1.0}, upper=1.0)
+        return free
+
+    def schedule(self, values: list[float]) -> Schedule:
+        return Schedule(
+            tuple(i for run in self.run for i, column in run.items() if values[column] > 0.5)
+        )
+
+
+def milp(graph: TrainingGraph, budget: int | None, options: SolveOptions) -> Solution:
+    """The cheapest schedule with at most two sweeps between base operations, by one MIP.
+
+    Returns status "optimal", "infeasible", "feasible" or "stopped"; bound and infeasibility
+    hold for that class of schedules.
+
+    Raises:
+        OptckptError: if the graph has more than MAX_OPERATIONS operations.
+    """
+    started = time.monotonic()
+    n = len(graph.operations)
+    if n > MAX_OPERATIONS:
+        raise OptckptError(
+            f"strategy 'milp' is for graphs of at most {MAX_OPERATIONS} operations, this one has "
+            f"{n}; use strategy 'optimal'"
+        )
+    covers = f"base order, at most {SWEEPS} sweeps between base operations"
+    base = Schedule.base(graph)
+    plain = simulate(graph, base)
+    if budget is None or plain.peak <= budget:
+        seconds = time.monotonic() - started
+        certificate = Certificate("milp", "optimal", 0.0, 0.0, seconds, seconds, "any order")
+        return Solution(base, certificate)
+    checkmate = _Checkmate(graph, budget, SWEEPS)
+    result = solve_mip(
+        checkmate.model,
+        time_limit=max(0.1, options.time_limit - (time.monotonic() - started)),
+        gap=options.gap / 2 * STEP,
+        seed=options.seed,
+    )
+    bound = max(0.0, result.bound / STEP) if result.status != "infeasible" else 0.0
+    schedule = None if result.values is None else checkmate.schedule(result.values)
+    overhead = None
+    if schedule is not None:
+        simulation = simulate(graph, schedule)
+        overhead = simulation.overhead
+        if simulation.peak > budget:
+            raise OptckptError(
+                f"strategy 'milp' met the budget of {budget} bytes only within the solver's "
+                f"tolerance (peak {simulation.peak}); use strategy 'optimal'"
+            )
+    seconds = time.monotonic() - started
+    status: Status
+    if result.status == "infeasible":
+        status = "infeasible"
+    elif overhead is None:
+        status = "stopped"
+    else:
+        bound = min(bound, overhead)
+        status = "optimal" if overhead - bound <= max(options.gap, 1e-6) else "feasible"
+    if options.progress is not None:
+        options.progress(Progress(seconds, overhead, bound))
+    return Solution(
+        schedule,
+        Certificate(
+            "milp", status, overhead, bound, seconds,
+            None if schedule is None else seconds, covers,
+        ),
+    )  # fmt: skip

@@ -1,0 +1,85 @@
+"""The process that runs OR-Tools: answers, limits, failures, reuse."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from optckpt.errors import OptckptError
+from optckpt.solvers import engine
+from optckpt.solvers.engine import MipModel, Solve, solve_mip
+
+
+def knapsack(room: float) -> MipModel:
+    """Worth 5, 4, 3 for sizes 4, 3, 2."""
+    model = MipModel()
+    columns = [model.add_column(cost=-worth) for worth in (5.0, 4.0, 3.0)]
+    model.add_row(dict(zip(columns, (4.0, 3.0, 2.0), strict=True)), upper=room)
+    return model
+
+
+@pytest.mark.parametrize("name", ["highs", "scip"])
+def test_answers(name: engine.Engine) -> None:
+    result = solve_mip(knapsack(5), time_limit=10, engine=name)
+    assert result.status == "optimal"
+    assert result.values == pytest.approx([0, 1, 1])
+    assert -7 - 1e-4 < result.bound <= -7
+    impossible = knapsack(5)
+    impossible.add_row({0: 1.0, 1: 1.0, 2: 1.0}, lower=3)
+    assert solve_mip(impossible, time_limit=10, engine=name).status == "infeasible"
+
+
+def test_hint_is_accepted() -> None:
+    result = solve_mip(knapsack(5), time_limit=10, engine="scip", hint=[0.0, 1.0, 1.0])
+    assert result.status == "optimal"
+
+
+def test_workers_are_used_again_and_cancelled() -> None:
+    solve_mip(knapsack(5), time_limit=10)
+    with engine._lock:
+        idle = list(engine._idle)
+    assert idle
+    solve_mip(knapsack(4), time_limit=10)
+    with engine._lock:
+        assert engine._idle[-1] is idle[-1]
+    run = Solve(knapsack(5), time_limit=10)
+    run.cancel()
+    run.cancel()
+    assert idle[-1].process.poll() is not None
+    assert solve_mip(knapsack(5), time_limit=10).status == "optimal"
+
+
+def test_a_model_that_the_solver_rejects_is_an_error() -> None:
+    model = knapsack(5)
+    model.value[0] = float("nan")
+    with pytest.raises(OptckptError, match="OR-Tools failed"):
+        solve_mip(model, time_limit=10)
+    assert solve_mip(knapsack(5), time_limit=10).status == "optimal"
+
+
+def test_a_dead_worker_is_an_error_not_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine._lock:
+        for worker in engine._idle:
+            worker.kill()
+        engine._idle.clear()
+    monkeypatch.setattr(engine.sys, "executable", sys.executable + "-missing")
+    with pytest.raises((OptckptError, FileNotFoundError)):
+        solve_mip(knapsack(5), time_limit=10)
+
+
+def test_solvers_need_no_tensorflow_and_leave_no_process() -> None:
+    script = (
+        "import sys; sys.modules['tensorflow'] = None\n"
+        "from optckpt.frontends.synthetic import chain\n"
+        "from optckpt.solvers.registry import solve\n"
+        "from optckpt.solvers import engine\n"
+        "s = solve(chain(10), 12)\n"
+        "assert 'ortools' not in sys.modules\n"
+        "print(s.certificate.status, engine._idle[0].process.pid if engine._idle else '')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,105 @@
+"""Checkmate's formulation against exhaustive search and against `optimal`."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from optckpt.errors import OptckptError
+from optckpt.frontends.synthetic import chain, random_graph, residual_chain
+from optckpt.graph import Buffer, Operation, TrainingGraph
+from optckpt.schedule import Schedule
+from optckpt.simulate import simulate
+from optckpt.solvers import milp
+from optckpt.solvers.brute_force import cheapest
+from optckpt.solvers.floor import static_floor
+from optckpt.solvers.registry import SolveOptions, solve
+
+EXACT = SolveOptions(time_limit=20, gap=0.0)
+
+
+def draw(seed: int, share: float, n_ops: int) -> tuple[TrainingGraph, int]:
+    rng = random.Random(seed)
+    graph = random_graph(rng, n_ops, repeatable_backward=rng.choice([0.0, 0.0, 1.0]))
+    low = static_floor(graph).bytes - 1
+    high = simulate(graph, Schedule.base(graph)).peak
+    return graph, round(low + share * (high - low))
+
+
+@settings(derandomize=True, deadline=None, max_examples=80)
+@given(seed=st.integers(0, 10**6), share=st.floats(0, 1), n_ops=st.integers(3, 8))
+def test_agrees_with_exhaustive_search(seed: int, share: float, n_ops: int) -> None:
+    graph, budget = draw(seed, share, n_ops)
+    solution = solve(graph, budget, "milp", EXACT)
+    truth = cheapest(graph, budget)
+    if truth is None:
+        assert solution.certificate.status == "infeasible"
+        return
+    assert solution.schedule is not None
+    assert solution.certificate.status == "optimal"
+    result = simulate(graph, solution.schedule)
+    assert result.peak <= budget
+    assert result.extra_seconds == pytest.approx(truth[0], abs=2e-6 * graph.seconds)
+
+
+@settings(derandomize=True, deadline=None, max_examples=25)
+@given(seed=st.integers(0, 10**6), share=st.floats(0.3, 1), n_ops=st.integers(9, 12))
+def test_agrees_with_optimal(seed: int, share: float, n_ops: int) -> None:
+    graph, budget = draw(seed, share, n_ops)
+    options = SolveOptions(time_limit=4, gap=0.0)
+    ours = solve(graph, budget, "optimal", options).certificate
+    theirs = solve(graph, budget, "milp", options).certificate
+    # milp knows fewer schedules, so its cost is an upper bound on the optimum, not less.
+    if theirs.cost is not None:
+        assert ours.status != "infeasible"
+        assert ours.bound <= theirs.cost + 1e-9
+    if ours.status == theirs.status == "optimal":
+        assert ours.cost is not None
+        assert theirs.cost is not None
+        assert ours.cost <= theirs.cost + 3e-6
+    if ours.status == "infeasible":
+        assert theirs.cost is None
+
+
+@pytest.mark.parametrize("graph", [chain(5), residual_chain(1)])
+def test_same_cost_as_optimal_on_structured_graphs(graph: TrainingGraph) -> None:
+    low = static_floor(graph).bytes
+    high = simulate(graph, Schedule.base(graph)).peak
+    budget = (low + high) // 2
+    ours = solve(graph, budget, "optimal", EXACT).certificate
+    theirs = solve(graph, budget, "milp", EXACT).certificate
+    assert ours.status == theirs.status == "optimal"
+    assert ours.cost == pytest.approx(theirs.cost, abs=3e-6)
+
+
+@pytest.mark.parametrize(("n_ops", "seed"), [(6, 17), (6, 83), (7, 9), (7, 54), (8, 92)])
+def test_a_second_sweep_finds_more(n_ops: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = random_graph(seed, n_ops, repeatable=1.0, repeatable_backward=1.0)
+    budget = static_floor(graph).bytes + 1
+    truth = cheapest(graph, budget)
+    assert truth is not None
+    two = solve(graph, budget, "milp", EXACT).certificate
+    assert two.cost == pytest.approx(truth[0] / graph.seconds, abs=2e-6)
+    monkeypatch.setattr(milp, "SWEEPS", 1)
+    one = solve(graph, budget, "milp", EXACT).certificate
+    assert one.cost is None or one.cost > two.cost + 1e-3
+
+
+def test_refuses_large_graphs() -> None:
+    n = milp.MAX_OPERATIONS + 1
+    graph = TrainingGraph(
+        tuple(Operation(f"op{i}", "X", 1.0, (), (i,)) for i in range(n)),
+        tuple(Buffer(f"b{i}", 1) for i in range(n)),
+    )
+    with pytest.raises(OptckptError, match=rf"at most 60 operations, this one has {n}"):
+        solve(graph, 1, "milp")
+
+
+def test_no_budget_is_the_plain_step() -> None:
+    graph = chain(5)
+    solution = solve(graph, None, "milp")
+    assert solution.schedule == Schedule.base(graph)
+    assert solution.certificate.status == "optimal"
