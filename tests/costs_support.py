@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from optckpt.costs import cost
 from optckpt.graph import Buffer, Operation, TrainingGraph
 
 
@@ -73,3 +74,18 @@ _alive: list[Any] = []
 
 def f32(*shape: int) -> tf.TensorSpec:
     return tf.TensorSpec(shape, tf.float32)
+
+
+def measure(capture: Any, **options: Any) -> TrainingGraph:
+    """Measured costs, without a cache unless one is given."""
+    return cost(capture, **{"cache": None, **options})
+
+
+def training_step(x: Any, w: Any, b: Any, labels: Any) -> Any:
+    h = tf.nn.relu(tf.nn.bias_add(tf.nn.conv2d(x, w, 1, "SAME"), b))
+    logits = tf.reduce_mean(tf.nn.max_pool2d(h, 2, 2, "SAME"), [1, 2])
+    loss = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
+    return tf.gradients(loss, [w, b])
+
+
+STEP = (f32(4, 16, 16, 3), f32(3, 3, 3, 8), f32(8), tf.TensorSpec([4], tf.int32))
