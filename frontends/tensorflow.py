@@ -82,6 +82,7 @@ class Capture:
         return tuple(dict.fromkeys(self.views[id(t)][0] for t in tensors if id(t) in self.views))
 
 
+@tf.autograph.experimental.do_not_convert
 def capture(
     tf_graph: tf.Graph,
     ys: Sequence[tf.Tensor],
@@ -121,11 +122,12 @@ def capture(
     outputs = tuple({id(t): t for t in (*ys, *gradients, *keep, *kept)}.values())
     sizes = Sizes(needed, chain_from)
     outside = outside_consumers(needed, forward, sizes, None if live is None else set(live))
-    order = execution_order(needed | outside, outside)
+    order = execution_order(needed | outside, forward, outside)
     built = _Build(tf_graph, order, forward, outside, sizes, gradients[0].op if gradients else None)
     return built.finish(outputs, count_from, name)
 
 
+@tf.autograph.experimental.do_not_convert
 def capture_concrete(
     function: tf.types.experimental.ConcreteFunction,
     ys: Sequence[tf.Tensor] | None = None,
@@ -147,7 +149,7 @@ def capture_concrete(
         ys = [t for t in outs if t.shape.rank == 0 and t.dtype.is_floating]
         if not ys:
             raise CaptureError(
-                f"function {function.name!r} returns no scalar that could be the loss; return the "
+                f"function {_text(function.name)!r} returns no scalar that could be the loss; return the "
                 "loss beside the gradients, or pass ys"
             )
     losses = {id(t) for t in ys}
@@ -159,7 +161,7 @@ def capture_concrete(
         count_from=count_from,
         chain_from=chain_from,
         live=live,
-        name=name or function.name,
+        name=name or _text(function.name),
     )
 
 
@@ -193,6 +195,10 @@ def _check(
             "this graph is compiled by XLA (jit_compile=True), which merges re-executed operations "
             "with the originals, so that no memory would be saved; set jit_compile=False"
         )
+
+
+def _text(name: str | bytes) -> str:
+    return name.decode() if isinstance(name, bytes) else name
 
 
 def _through_identities(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -322,8 +328,8 @@ class _Build:
             for t in op.outputs:
                 size = self.sizes.exact(t)
                 if after is not None and any(i is t for i in after.inputs):
-                    # BiasAdd works in place, a convolution does not.
-                    if after.type != "BiasAdd":
+                    # BiasAdd and Relu work in place, a convolution does not.
+                    if after.type not in ("BiasAdd", "Relu"):
                         inner += size
                 elif size >= self.sizes.chain_from:
                     writes.append(t)

@@ -196,13 +196,17 @@ def fused_partner(op: tf.Operation) -> list[tf.Operation]:
     """Operations that oneDNN's layout pass could merge with `op`, `op` being the first of the two.
 
     Conv2D + BiasAdd, BiasAddGrad + Conv2DBackpropFilter of the same incoming gradient, and
-    Pad + Conv2D; only in float32. Candidates in creation order; each is of another type.
+    Pad + Conv2D; only in float32. Also FusedBatchNormV3 + Relu in training, which the graph
+    optimiser merges. Candidates in creation order; each is of another type.
     """
     if op.type == "Conv2D":
         target, slot = "BiasAdd", 0
         source = op.outputs[0]
     elif op.type == "Pad":
         target, slot = "Conv2D", 0
+        source = op.outputs[0]
+    elif op.type == "FusedBatchNormV3" and op.get_attr("is_training"):
+        target, slot = "Relu", 0
         source = op.outputs[0]
     elif op.type == "BiasAddGrad":
         target, slot = "Conv2DBackpropFilter", 2
@@ -217,6 +221,19 @@ def fused_partner(op: tf.Operation) -> list[tf.Operation]:
         if c.type == target and c.inputs[slot] is source and c.device == op.device
     }
     return sorted(found, key=lambda c: c._id)
+
+
+def batch_norm_reserve(op: tf.Operation) -> int:
+    """Bytes of the third reserve space (output 5) of a FusedBatchNormV3.
+
+    Merged with a Relu, the oneDNN kernel keeps there which elements were positive: half a byte
+    per element (a bit each, in a tensor of floats that has as many elements as bytes are needed;
+    seen in the allocator's list of chunks). Otherwise it is empty on a CPU and small on a GPU.
+    """
+    users = op.outputs[0].consumers()
+    if "GPU" in op.device.upper() or len(users) != 1 or not fused_partner(op):
+        return 0
+    return (_count(op.outputs[0]) or 0) // 2
 
 
 def _count(tensor: tf.Tensor) -> int | None:

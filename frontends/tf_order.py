@@ -68,12 +68,14 @@ def outside_consumers(
 
 
 def execution_order(
-    ops: set[tf.Operation], outside: set[tf.Operation]
+    ops: set[tf.Operation], forward: set[tf.Operation], outside: set[tf.Operation]
 ) -> list[tuple[tf.Operation, ...]]:
     """A topological order over data and control edges, ties by creation, in groups.
 
     A group is a unit of operations that must stay together, or a single operation. Operations
-    in `outside` come as soon as they can. O((operations + edges) log operations).
+    in `outside` come as soon as they can. So do backward operations whose results are final:
+    a layer's activations may then die before the gradient that flows on is allocated, which
+    never takes more memory. O((operations + edges) log operations).
     """
     nodes = sorted(ops, key=lambda op: op._id)
     index = {op: i for i, op in enumerate(nodes)}
@@ -88,6 +90,7 @@ def execution_order(
     for i, op in _effects(nodes):
         before[i].append(index[op])
     units = _units(nodes, index)
+    soon = outside | _final(nodes, index, forward)
     while True:
         group_of = list(range(len(nodes)))
         members: dict[int, tuple[int, ...]] = {}
@@ -102,7 +105,7 @@ def execution_order(
             for p in {group_of[p] for p in ps} - {g}:
                 waiting[g] += 1
                 next_of[p].append(g)
-        early = [0 if op in outside else 1 for op in nodes]
+        early = [0 if op in soon else 1 for op in nodes]
         heap = [(early[i], i) for i in range(len(nodes)) if group_of[i] == i and not waiting[i]]
         heapq.heapify(heap)
         order: list[tuple[tf.Operation, ...]] = []
@@ -123,6 +126,22 @@ def execution_order(
         if not any(u[0] in stuck for u in units):
             raise CaptureError("the graph has a cycle outside of loops; it cannot be planned")
         units = [u for u in units if u[0] not in stuck]
+
+
+def _final(
+    nodes: Sequence[tf.Operation], index: dict[tf.Operation, int], forward: set[tf.Operation]
+) -> set[tf.Operation]:
+    """Backward operations whose results nothing else computes with, but for views of them."""
+    found: set[tf.Operation] = set()
+    for op in reversed(nodes):
+        if op in forward or op.type in tf_ops.RESIDENT:
+            continue
+        if any(c in index for c in op._control_outputs):
+            continue
+        users = (c for t in op.outputs for c in t.consumers() if c in index)
+        if all(c in found and tf_ops.views(c) for c in users):
+            found.add(op)
+    return found
 
 
 def _on_cycles(stuck: set[int], next_of: Sequence[Sequence[int]]) -> set[int]:

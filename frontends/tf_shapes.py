@@ -7,7 +7,15 @@ from collections.abc import Callable, Iterable
 import tensorflow as tf
 
 from optckpt.errors import CaptureError
-from optckpt.frontends.tf_ops import METADATA, RESIDENT, SAME_SIZE, constant, is_opaque, words
+from optckpt.frontends.tf_ops import (
+    METADATA,
+    RESIDENT,
+    SAME_SIZE,
+    batch_norm_reserve,
+    constant,
+    is_opaque,
+    words,
+)
 
 CHAIN_FROM = 64 * 1024
 """Default size in bytes from which a tensor is large, if the largest tensor is 4 MiB or more."""
@@ -44,8 +52,7 @@ def tensor_bytes(tensor: tf.Tensor) -> int | None:
         if base in (tf.resource, tf.variant, tf.string):
             return 0
     if count is None and (tensor.op.type, tensor.value_index) == ("FusedBatchNormV3", 5):
-        # The third reserve space: of no declared shape, empty on a CPU, a few bytes on a GPU.
-        return 0
+        return batch_norm_reserve(tensor.op)
     if count is None:
         shape = _shape_from_input(tensor)
         count = None if shape is None else shape.num_elements()

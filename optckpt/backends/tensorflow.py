@@ -51,6 +51,7 @@ class RewriteReport:
     """Wall time of the rewrite."""
 
 
+@tf.autograph.experimental.do_not_convert
 def rewrite(capture: Capture, schedule: Schedule, *, scope: str = "optckpt") -> RewriteReport:
     """Edit `capture.tf_graph` in place so that it executes as `schedule` says.
 
@@ -218,8 +219,9 @@ class _Planner:
                 # What oneDNN merges in the plain graph has to stay mergeable, or bits differ:
                 # equal control inputs. On Conv2D + BiasAdd, whose result does not depend on the
                 # merging, they would abort the process.
+                # Relu is merged by another pass, and never below a control edge.
                 for op, node in zip(unit[1:], nodes[1:], strict=True):
-                    if op.type != "BiasAdd":
+                    if op.type not in ("BiasAdd", "Relu"):
                         self.edit.controls.append((last, node))
         self.edit.chain.append(nodes)
 
