@@ -110,7 +110,7 @@ def solve(
         if as_json:
             typer.echo(json.dumps(result))
         else:
-            Console().print(table.solve_table(result, problem))
+            _output().print(table.solve_table(result, problem))
         if schedule is not None and plan is not None:
             _write_schedule(schedule, problem, plan)
         if code:
@@ -168,7 +168,7 @@ def compare(
         if as_json:
             typer.echo(json.dumps(result.to_json()))
         else:
-            console = Console()
+            console = _output()
             console.print(table.comparison_table(result))
             for line in table.remarks(result):
                 console.print(line, style="yellow", markup=False, highlight=False)
@@ -312,6 +312,12 @@ def _solve_options(
     if not 0 < time_limit < float("inf"):
         raise OptckptError(f"--time-limit must be a positive number of seconds, got {time_limit}")
     return replace(options, time_limit=time_limit)
+
+
+def _output() -> Console:
+    """Of standard output; wide enough for our tables where that is no terminal."""
+    console = Console()
+    return console if console.is_terminal else Console(width=100)
 
 
 def _complain(message: str) -> None:

@@ -61,11 +61,11 @@ def printed(renderable: object) -> str:
 
 def test_comparison_table_shows_every_column():
     text = printed(comparison_table(example()))
-    rows = {line.split()[1]: line for line in text.splitlines() if line.startswith("│")}
-    assert [c.strip() for c in rows["sqrt_n"].split("│")[1:-1]] == [
-        "sqrt_n", "4.0", "5.0", "yes", "25.0 %", "1.234", "1.25 %", "0.5", "yes",
+    rows = {line.split()[0]: line for line in text.splitlines() if line.strip()}
+    assert rows["sqrt_n"].split() == [
+        "sqrt_n", "4.0", "5.0", "yes", "25.0", "%", "1.234", "1.25", "%", "0.5", "yes",
     ]  # fmt: skip
-    assert [c.strip() for c in rows["milp"].split("│")[1:-1]] == ["milp"] + 8 * ["-"]
+    assert rows["milp"].split() == ["milp"] + 8 * ["-"]
     assert "no (3e-07)" in rows["speed"]
     assert "budget 8.0 MiB" in text
     assert "plain step 250 ms" in text

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rich import box
 from rich.table import Table
 
 from optckpt.budget import format_bytes
@@ -55,23 +56,26 @@ def comparison_table(comparison: Comparison) -> Table:
     name = comparison.model.get("name", "model")
     step = comparison.plain_seconds
     table = Table(
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        title_justify="left",
         title=f"{name}: budget {_mib(comparison.budget)} MiB "
         f"({percent(comparison.budget / comparison.plain_peak)} of the plain step's predicted "
         f"peak), floor {_mib(comparison.floor)} MiB"
         + ("" if step is None else f", plain step {1000 * step:.0f} ms"),
     )
-    table.add_column("strategy")
+    table.add_column("strategy", no_wrap=True)
     for heading in (
-        "predicted\npeak, MiB",
-        "measured\npeak, MiB",
+        "predicted\npeak\nMiB",
+        "measured\npeak\nMiB",
         "budget\nmet?",
         "predicted\noverhead",
-        "measured\ntime ratio",
+        "measured\ntime\nratio",
         "gap",
         "plan\nseconds",
         "gradients\nequal?",
     ):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", vertical="bottom")
     for row in comparison.rows:
         met = "-" if row.budget_met is None else "yes" if row.budget_met else "no"
         table.add_row(
