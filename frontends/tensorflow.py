@@ -82,7 +82,7 @@ class Capture:
         return tuple(dict.fromkeys(self.views[id(t)][0] for t in tensors if id(t) in self.views))
 
 
-@tf.autograph.experimental.do_not_convert
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def capture(
     tf_graph: tf.Graph,
     ys: Sequence[tf.Tensor],
@@ -122,12 +122,12 @@ def capture(
     outputs = tuple({id(t): t for t in (*ys, *gradients, *keep, *kept)}.values())
     sizes = Sizes(needed, chain_from)
     outside = outside_consumers(needed, forward, sizes, None if live is None else set(live))
-    order = execution_order(needed | outside, forward, outside)
+    order = execution_order(needed | outside, forward, outside, sizes)
     built = _Build(tf_graph, order, forward, outside, sizes, gradients[0].op if gradients else None)
     return built.finish(outputs, count_from, name)
 
 
-@tf.autograph.experimental.do_not_convert
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def capture_concrete(
     function: tf.types.experimental.ConcreteFunction,
     ys: Sequence[tf.Tensor] | None = None,
@@ -149,12 +149,12 @@ def capture_concrete(
         ys = [t for t in outs if t.shape.rank == 0 and t.dtype.is_floating]
         if not ys:
             raise CaptureError(
-                f"function {_text(function.name)!r} returns no scalar that could be the loss; return the "
-                "loss beside the gradients, or pass ys"
+                f"function {_text(function.name)!r} returns no scalar that could be the loss; return "
+                "the loss beside the gradients, or pass ys"
             )
     losses = {id(t) for t in ys}
     live = ancestors([t.op for t in outs] + list(function.graph.control_outputs))
-    return capture(
+    found: Capture = capture(
         function.graph,
         _through_identities(ys),
         [t for t in outs if id(t) not in losses],
@@ -163,6 +163,7 @@ def capture_concrete(
         live=live,
         name=name or _text(function.name),
     )
+    return found
 
 
 HISTORY = "_optckpt_history"

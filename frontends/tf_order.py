@@ -68,14 +68,18 @@ def outside_consumers(
 
 
 def execution_order(
-    ops: set[tf.Operation], forward: set[tf.Operation], outside: set[tf.Operation]
+    ops: set[tf.Operation],
+    forward: set[tf.Operation],
+    outside: set[tf.Operation],
+    sizes: Sizes,
 ) -> list[tuple[tf.Operation, ...]]:
     """A topological order over data and control edges, ties by creation, in groups.
 
     A group is a unit of operations that must stay together, or a single operation. Operations
-    in `outside` come as soon as they can. So do backward operations whose results are final:
-    a layer's activations may then die before the gradient that flows on is allocated, which
-    never takes more memory. O((operations + edges) log operations).
+    in `outside` come as soon as they can. Of the backward operations that read one large tensor,
+    those whose results are final come first (a layer's weights before its input): the layer's
+    activations may then die before the gradient that flows on is allocated.
+    O((operations + edges) log operations).
     """
     nodes = sorted(ops, key=lambda op: op._id)
     index = {op: i for i, op in enumerate(nodes)}
@@ -90,7 +94,7 @@ def execution_order(
     for i, op in _effects(nodes):
         before[i].append(index[op])
     units = _units(nodes, index)
-    soon = outside | _final(nodes, index, forward)
+    rank = _ranks(nodes, index, forward, sizes)
     while True:
         group_of = list(range(len(nodes)))
         members: dict[int, tuple[int, ...]] = {}
@@ -105,20 +109,20 @@ def execution_order(
             for p in {group_of[p] for p in ps} - {g}:
                 waiting[g] += 1
                 next_of[p].append(g)
-        early = [0 if op in soon else 1 for op in nodes]
-        heap = [(early[i], i) for i in range(len(nodes)) if group_of[i] == i and not waiting[i]]
+        key = [(op not in outside, rank[i], i) for i, op in enumerate(nodes)]
+        heap = [key[i] for i in range(len(nodes)) if group_of[i] == i and not waiting[i]]
         heapq.heapify(heap)
         order: list[tuple[tf.Operation, ...]] = []
         count = 0
         while heap:
-            _, g = heapq.heappop(heap)
+            _, _, g = heapq.heappop(heap)
             group = members.get(g, (g,))
             order.append(tuple(nodes[i] for i in group))
             count += len(group)
             for n in next_of[g]:
                 waiting[n] -= 1
                 if not waiting[n]:
-                    heapq.heappush(heap, (early[n], n))
+                    heapq.heappush(heap, key[n])
         if count == len(nodes):
             return order
         # Something lies between the members of a unit: it cannot stay together.
@@ -128,20 +132,35 @@ def execution_order(
         units = [u for u in units if u[0] not in stuck]
 
 
-def _final(
-    nodes: Sequence[tf.Operation], index: dict[tf.Operation, int], forward: set[tf.Operation]
-) -> set[tf.Operation]:
-    """Backward operations whose results nothing else computes with, but for views of them."""
-    found: set[tf.Operation] = set()
-    for op in reversed(nodes):
+def _ranks(
+    nodes: Sequence[tf.Operation],
+    index: dict[tf.Operation, int],
+    forward: set[tf.Operation],
+    sizes: Sizes,
+) -> list[float]:
+    """The place of each operation among those that are ready: its number, or just before that
+    of the first backward reader of what it reads, if its own results are final."""
+    rank: list[float] = list(range(len(nodes)))
+    final: set[tf.Operation] = set()
+    for i in range(len(nodes) - 1, -1, -1):
+        op = nodes[i]
         if op in forward or op.type in tf_ops.RESIDENT:
             continue
         if any(c in index for c in op._control_outputs):
             continue
         users = (c for t in op.outputs for c in t.consumers() if c in index)
-        if all(c in found and tf_ops.views(c) for c in users):
-            found.add(op)
-    return found
+        if not all(c in final and tf_ops.views(c) for c in users):
+            continue
+        final.add(op)
+        siblings = (
+            index[c]
+            for t in op.inputs
+            if t.op not in forward and sizes.large(t)
+            for c in t.consumers()
+            if c in index and c not in forward
+        )
+        rank[i] = min(siblings, default=i) - 0.5
+    return rank
 
 
 def _on_cycles(stuck: set[int], next_of: Sequence[Sequence[int]]) -> set[int]:

@@ -51,7 +51,7 @@ class RewriteReport:
     """Wall time of the rewrite."""
 
 
-@tf.autograph.experimental.do_not_convert
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def rewrite(capture: Capture, schedule: Schedule, *, scope: str = "optckpt") -> RewriteReport:
     """Edit `capture.tf_graph` in place so that it executes as `schedule` says.
 
