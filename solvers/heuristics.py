@@ -19,6 +19,7 @@ from optckpt.solvers.recompute import best_of, schedule_from_kept
 from optckpt.solvers.registry import SolveOptions
 from optckpt.solvers.segments import (
     articulation_points,
+    crossing_buffers,
     even_cuts,
     greedy_cuts,
     held_bytes,
@@ -95,15 +96,17 @@ def sqrt_n(graph: TrainingGraph, budget: int | None, options: SolveOptions) -> S
 
     T. Chen et al., "Training deep nets with sublinear memory cost", arXiv 1604.06174 (2016).
     Checkpoints are evenly spaced articulation points of the forward graph, chosen as OpenAI's
-    gradient-checkpointing (2018) chose them in its mode 'memory'. Where there are none, or half
-    of the activations lie between two of them (U-nets), the forward order is cut into sqrt(n)
-    segments instead, and all that crosses a cut is kept. On a chain of n equal layers the peak
-    is O(sqrt(n)) layers at one extra forward pass at most.
+    gradient-checkpointing (2018) chose them in its mode 'memory'; as there and in the paper, the
+    last segment is computed again like the others. Where there are none, or half of the
+    activations lie between two of them (U-nets), the forward order is cut into sqrt(n) segments
+    instead, and all that crosses a cut is kept. On a chain of n equal layers the peak is
+    O(sqrt(n)) layers at one extra forward pass at most.
     """
 
     def candidates() -> Iterator[Schedule]:
         boundaries = sqrt_n_boundaries(graph)
-        yield schedule_from_kept(graph, kept_at(graph, boundaries), "segments", boundaries)
+        kept = crossing_buffers(graph, boundaries) if boundaries else kept_at(graph, ())
+        yield schedule_from_kept(graph, kept, "segments", boundaries)
 
     return best_of("sqrt_n", graph, budget, candidates(), options.time_limit)
 

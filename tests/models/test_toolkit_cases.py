@@ -130,7 +130,7 @@ def test_long_chain_needs_the_square_root(n):
     before, expected = peak_and_gradient(chain(n), plain)
     after, got = peak_and_gradient(chain(n), with_mode("memory"))
     np.testing.assert_array_equal(got, expected)
-    assert before >= n
+    assert before >= n - 2
     assert after <= 2 * math.sqrt(n) + 4
     assert optckpt.last_plan().overhead < 1
 
@@ -140,7 +140,7 @@ def test_long_residual_net_needs_the_square_root():
     before, expected = peak_and_gradient(residual_chain(n), plain)
     after, got = peak_and_gradient(residual_chain(n), with_mode("memory"))
     np.testing.assert_array_equal(got, expected)
-    assert before >= 2 * n
+    assert before >= 2 * n - 4
     assert after <= 3 * math.sqrt(2 * n) + 6
 
 
