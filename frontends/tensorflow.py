@@ -149,8 +149,8 @@ def capture_concrete(
         ys = [t for t in outs if t.shape.rank == 0 and t.dtype.is_floating]
         if not ys:
             raise CaptureError(
-                f"function {_text(function.name)!r} returns no scalar that could be the loss; return "
-                "the loss beside the gradients, or pass ys"
+                f"function {_text(function.name)!r} returns no scalar that could be the loss; "
+                "return the loss beside the gradients, or pass ys"
             )
     losses = {id(t) for t in ys}
     live = ancestors([t.op for t in outs] + list(function.graph.control_outputs))

@@ -169,6 +169,7 @@ VIEWS: dict[str, Callable[[tf.Tensor], Any]] = {
     "Cast": lambda x: tf.raw_ops.Cast(x=x, DstT=tf.float32),
 }
 OTHER = tf.Variable(tf.ones(ROWS))
+MASK = tf.Variable(tf.ones(ROWS, tf.bool))
 INPLACE: dict[str, Callable[[tf.Tensor], Any]] = {
     "Relu": tf.nn.relu,
     "Tanh": tf.tanh,
@@ -185,7 +186,7 @@ INPLACE: dict[str, Callable[[tf.Tensor], Any]] = {
     "Maximum": lambda x: tf.maximum(x, 0.5),
     "BiasAdd": lambda x: tf.nn.bias_add(x, tf.range(256.0)),
     "AddN": lambda x: tf.add_n([OTHER.read_value(), x]),
-    "SelectV2": lambda x: tf.where(OTHER.read_value() > 0, x, 0.0),
+    "SelectV2": lambda x: tf.where(MASK.read_value(), x, 0.0),
     "ReluGrad": lambda x: tf.raw_ops.ReluGrad(gradients=x, features=OTHER.read_value()),
     "TanhGrad": lambda x: tf.raw_ops.TanhGrad(y=x, dy=OTHER.read_value()),
     "Xent": lambda x: tf.raw_ops.SoftmaxCrossEntropyWithLogits(
