@@ -40,7 +40,7 @@ _tf_gradients = _gradients_impl.gradients
 _last_plan: Plan | None = None
 
 
-@tf.autograph.experimental.do_not_convert
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def gradients(
     ys: Any,
     xs: Any,
@@ -210,7 +210,11 @@ def patch(budget: Budget | int | float | str | None = None, **kwargs: Any) -> It
             **kwargs,
         )
 
-    places = [(tf, in_v2), (tf.compat.v1, in_v1), (_gradients_module, in_v1)]
+    places: list[tuple[Any, Callable[..., Any]]] = [
+        (tf, in_v2),
+        (tf.compat.v1, in_v1),
+        (_gradients_module, in_v1),
+    ]
     before = [place.gradients for place, _ in places]
     try:
         for place, replacement in places:
@@ -224,13 +228,14 @@ def patch(budget: Budget | int | float | str | None = None, **kwargs: Any) -> It
 def capture_gradients(ys: Any, result: Any, settings: Config) -> Capture:
     """Capture the step that computes `result`, what tf.gradients returned for `ys`."""
     targets = _tensors(result)
-    return capture(
+    found: Capture = capture(
         targets[0].graph,
         [tf.convert_to_tensor(y) for y in tf.nest.flatten(ys)],
         targets,
         count_from=settings.memory.count_from,
         chain_from=settings.memory.chain_from,
     )
+    return found
 
 
 def measure(
