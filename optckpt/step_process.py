@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -40,7 +41,7 @@ class StepProcess:
             "w+", encoding="utf-8", errors="replace"
         )
         # Warnings say that memory ran out; they go into the file and are read only then.
-        env = {"TF_CPP_MIN_LOG_LEVEL": "1", **os.environ, **(environment or {})}
+        env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "1", **(environment or {})}
         # The child must find the same packages, however this process found them.
         env["PYTHONPATH"] = os.pathsep.join(str(Path(p or ".").resolve()) for p in sys.path)
         self._process = subprocess.Popen(
@@ -67,7 +68,9 @@ class StepProcess:
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout, self._errors):
             if pipe is not None:
-                pipe.close()
+                # What is still to be written to a dead process is lost, and that is fine.
+                with suppress(OSError):
+                    pipe.close()
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
         """Send a request and wait for its reply.
