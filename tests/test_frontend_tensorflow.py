@@ -230,9 +230,11 @@ def test_the_tables_agree_with_the_allocator(table: dict[str, Callable[..., Any]
         size = int(np.prod(ROWS)) * 4
         if table is VIEWS:
             assert expected == size, name
-        # Freed chunks of about the right size are reused whole.
-        if abs(measured_peak(op) - expected) > size // 4:
-            wrong.append((name, expected, measured_peak(op)))
+        measured = measured_peak(op)
+        # A copy may get a chunk that is too large: freed ones are reused whole.
+        most = expected + size // 4 if expected == size else 2 * expected
+        if not expected - size // 4 <= measured <= most:
+            wrong.append((name, expected, measured))
     assert not wrong
 
 
