@@ -114,7 +114,9 @@ def capture(
             of a large tensor is unknown (says which argument or operation makes it so).
     """
     _check(tf_graph, ys, gradients, keep)
-    history = getattr(tf_graph, HISTORY, ())
+    devices = _Devices()
+    # Replicas of a distribution strategy share a graph, but no memory.
+    history = [past for past in getattr(tf_graph, HISTORY, ()) if devices.same(ys[0].op, past[2])]
     earlier = [op for past in history for op in past[0]]
     kept = [t for past in history for t in past[1]]
     forward = ancestors([t.op for t in ys])
@@ -167,8 +169,8 @@ def capture_concrete(
 
 
 HISTORY = "_optckpt_history"
-"""Attribute of a rewritten tf.Graph: a list of (chained operations, output tensors) per rewrite.
-A second capture of the graph plans on top of the first."""
+"""Attribute of a rewritten tf.Graph: a list of (chained operations, output tensors, device), one
+entry per rewrite. A second capture for the same device plans on top of the first."""
 
 
 def _check(

@@ -75,7 +75,7 @@ def rewrite(capture: Capture, schedule: Schedule, *, scope: str = "optckpt") -> 
     history = getattr(capture.tf_graph, HISTORY, None)
     if history is None:
         setattr(capture.tf_graph, HISTORY, history := [])
-    history.append((chain, list(capture.outputs)))
+    history.append((chain, list(capture.outputs), capture.device))
     is_view = [c.is_view for c in edit.clones]
     report = RewriteReport(
         clones=tuple(c for c, v in zip(clones, is_view, strict=True) if not v),
