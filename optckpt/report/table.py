@@ -59,9 +59,9 @@ def comparison_table(comparison: Comparison) -> Table:
         box=box.SIMPLE_HEAD,
         pad_edge=False,
         title_justify="left",
-        title=f"{name}: budget {_mib(comparison.budget)} MiB "
-        f"({percent(comparison.budget / comparison.plain_peak)} of the plain step's predicted "
-        f"peak), floor {_mib(comparison.floor)} MiB"
+        title=f"{name}: budget {_mib(comparison.budget)} MiB, "
+        f"{percent(comparison.budget / comparison.plain_peak)} of the plain step's predicted peak\n"
+        f"floor {_mib(comparison.floor)} MiB, {comparison.operations} operations"
         + ("" if step is None else f", plain step {1000 * step:.0f} ms"),
     )
     table.add_column("strategy", no_wrap=True)
