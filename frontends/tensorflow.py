@@ -417,10 +417,13 @@ class _Build:
         elsewhere = [not self.devices.same(ops[0], device) for ops in self.units]
 
         def graph(count_from: int) -> tuple[TrainingGraph, list[int]]:
-            def counted(size: int) -> int:
-                if size < count_from:
+            def counted(size: int, pieces: int = 1) -> int:
+                block = size // max(1, pieces)
+                if block < count_from:
                     return 0
-                return -(-size // GPU_ROUNDING) * GPU_ROUNDING if on_gpu else size
+                if on_gpu:
+                    block = -(-block // GPU_ROUNDING) * GPU_ROUNDING
+                return block * pieces
 
             spaces = [counted(n) for n in self.internal]
             return TrainingGraph(
@@ -435,7 +438,11 @@ class _Build:
                     )
                 ),
                 buffers=tuple(
-                    Buffer(t.name, 0 if elsewhere[p] else counted(n), t.dtype.name)
+                    Buffer(
+                        t.name,
+                        0 if elsewhere[p] else counted(n, self.sizes.pieces(t)),
+                        t.dtype.name,
+                    )
                     for t, n, p in zip(self.tensors, self.buffer_sizes, self.producer, strict=True)
                 ),
                 outputs=held,

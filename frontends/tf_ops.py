@@ -31,10 +31,12 @@ RESIDENT = words("""
 METADATA = words("Shape ShapeN Size Rank")
 """Operations that look at the shape of their inputs only."""
 
-_VIEWS = words("""
+SIMPLE_VIEWS = words("""
     Reshape ExpandDims Squeeze Identity StopGradient PreventGradient Bitcast EnsureShape
     GuaranteeConst DebugGradientIdentity
     """)
+
+"""Operations whose output is their first input in another shape or role."""
 
 # These return their input where they turn out to have nothing to do.
 _VIEWS_IF_SAME_COUNT = words(
@@ -62,7 +64,7 @@ _INPLACE: dict[str, tuple[int, ...]] = {
     "SelectV2": (1, 2),
 }
 
-SAME_SIZE = _VIEWS | (
+SAME_SIZE = SIMPLE_VIEWS | (
     words(_UNARY)
     - words("SoftmaxCrossEntropyWithLogits SparseSoftmaxCrossEntropyWithLogits BiasAdd")
 )
@@ -90,7 +92,7 @@ _OPAQUE = frozenset((tf.resource, tf.variant, tf.string))
 def views(op: tf.Operation) -> list[tuple[int, int]]:
     """(input, output) index pairs where the output shares the input's memory; empty: none."""
     kind = op.type
-    if kind in _VIEWS:
+    if kind in SIMPLE_VIEWS:
         return [(0, 0)]
     if kind == "IdentityN":
         return [(i, i) for i in range(len(op.outputs))]
@@ -162,7 +164,7 @@ def _calls_are_pure(graph: tf.Graph, names: Iterable[str], seen: set[str]) -> bo
         if name in seen:
             continue
         seen.add(name)
-        definition = _function_def(graph, name)
+        definition = function_def(graph, name)
         if definition is None:
             return False
         for node in definition.node_def:
@@ -181,7 +183,8 @@ def _calls_are_pure(graph: tf.Graph, names: Iterable[str], seen: set[str]) -> bo
     return True
 
 
-def _function_def(graph: tf.Graph, name: str) -> Any:
+def function_def(graph: tf.Graph, name: str) -> Any:
+    """The FunctionDef of this name that operations of `graph` can call, or None."""
     level = graph
     while level is not None:
         found = level._get_function(name)
@@ -189,7 +192,7 @@ def _function_def(graph: tf.Graph, name: str) -> Any:
             return found.cached_definition
         level = getattr(level, "outer_graph", None)
     eager = context.context()
-    return eager.get_function_def(name) if eager.has_function(name) else None
+    return eager.getfunction_def(name) if eager.has_function(name) else None
 
 
 def fused_partner(op: tf.Operation) -> list[tf.Operation]:
@@ -263,6 +266,9 @@ def constant(tensor: tf.Tensor) -> list[int] | None:
         return [int(d) for d in shape] if shape.is_fully_defined() else None
     if op.type in ("Identity", "Cast", "Reshape", "ExpandDims", "Squeeze"):
         return constant(op.inputs[0])
+    if op.type in ("Max", "Min") and count == 1:
+        numbers = constant(op.inputs[0])
+        return [(max if op.type == "Max" else min)(numbers)] if numbers else None
     if op.type in ("Pack", "ConcatV2"):
         parts = op.inputs if op.type == "Pack" else op.inputs[:-1]
         if any((t.shape.rank or 0) > 1 for t in parts):
@@ -333,6 +339,10 @@ def _unpack_views(op: tf.Operation) -> list[tuple[int, int]]:
     return [(0, i) for i in range(len(op.outputs))]
 
 
+def _list_views(op: tf.Operation) -> list[tuple[int, int]]:
+    return [(0, 0)] if _rows_aligned(op.inputs[0]) else []
+
+
 def _transpose_views(op: tf.Operation) -> list[tuple[int, int]]:
     shape = op.inputs[0].shape
     perm = constant(op.inputs[1])
@@ -349,4 +359,5 @@ _SPECIAL_VIEWS: dict[str, Callable[[tf.Operation], list[tuple[int, int]]]] = {
     "SplitV": _split_views(2, 0),
     "Unpack": _unpack_views,
     "Transpose": _transpose_views,
+    "TensorListFromTensor": _list_views,
 }

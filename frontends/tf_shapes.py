@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 import tensorflow as tf
 
 from optckpt.errors import CaptureError
+from optckpt.frontends.tf_loops import LOOPS, collected
 from optckpt.frontends.tf_ops import (
     METADATA,
     RESIDENT,
@@ -66,6 +67,7 @@ class Sizes:
 
     def __init__(self, ops: Iterable[tf.Operation], chain_from: int | None) -> None:
         self._bytes: dict[int, int | None] = {}
+        self._lists: dict[tf.Operation, tuple[tuple[int, int], ...]] = {}
         if chain_from is None:
             largest = 0
             for op in ops:
@@ -80,13 +82,34 @@ class Sizes:
         try:
             return self._bytes[key]
         except KeyError:
-            size = tensor_bytes(tensor)
+            size = self._list_bytes(tensor) if tensor.dtype == tf.variant else tensor_bytes(tensor)
             source = tensor
             while size is None and source.op.type in SAME_SIZE:
                 source = source.op.inputs[0]
                 size = tensor_bytes(source)
             self._bytes[key] = size
             return size
+
+    def pieces(self, tensor: tf.Tensor) -> int:
+        """In how many blocks of memory of equal size the tensor is: the length of a list."""
+        if tensor.dtype != tf.variant or tensor.op.type not in LOOPS:
+            return 1
+        return self._collected(tensor)[0]
+
+    def _list_bytes(self, tensor: tf.Tensor) -> int:
+        op = tensor.op
+        if op.type in LOOPS:
+            count, size = self._collected(tensor)
+            return count * size
+        if op.type == "TensorListFromTensor":
+            return self.of(op.inputs[0]) or 0
+        return 0
+
+    def _collected(self, tensor: tf.Tensor) -> tuple[int, int]:
+        op = tensor.op
+        if op not in self._lists:
+            self._lists[op] = collected(op)
+        return self._lists[op][int(tensor.value_index)]
 
     def exact(self, tensor: tf.Tensor) -> int:
         """Bytes; 0 for a tensor of unknown size that is surely small. Raises CaptureError."""

@@ -383,6 +383,96 @@ def test_what_may_be_repeated() -> None:
     assert [op.repeatable for op in branch] == [False]
 
 
+def loop_steps(**options: Any) -> tuple[Callable[[tf.Tensor], tf.Tensor], tf.Variable]:
+    w = weight(512, 512)
+
+    def model(x: tf.Tensor) -> tf.Tensor:
+        def body(i: tf.Tensor, t: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            return i + 1, tf.tanh(tf.cos(t @ w))
+
+        _, h = tf.while_loop(lambda i, _: i < 8, body, (0, tf.sin(x @ w)), **options)
+        return tf.reduce_sum(tf.square(h))
+
+    return model, w
+
+
+@pytest.mark.parametrize("options", [{}, {"maximum_iterations": 8}], ids=["counted", "given"])
+def test_what_a_loop_keeps_for_its_gradient_is_counted(options: dict[str, int]) -> None:
+    model, w = loop_steps(**options)
+    step = Step(model, [w], Schedule.base)
+    x = tf.ones([512, 512])
+    with grappler_off():
+        step.function(x)
+        tf.config.experimental.reset_memory_stats("CPU:0")
+        before = tf.config.experimental.get_memory_info("CPU:0")["current"]
+        step.function(x)
+    measured = tf.config.experimental.get_memory_info("CPU:0")["peak"] - before
+    lists = [b.size for b in step.graph.buffers if b.dtype == "variant"]
+    # The products and the hyperbolic tangents; the weights and the carried values are no copies.
+    assert lists == [8 * MIB, 8 * MIB]
+    predicted = simulate(step.graph, Schedule.base(step.graph)).peak - step.graph.resident
+    assert predicted == pytest.approx(measured, rel=0.1)
+
+
+def test_a_loop_of_unknown_length_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    w = weight(64, 64)
+
+    def model(x: tf.Tensor) -> tf.Tensor:
+        h = tf.while_loop(lambda t: tf.reduce_sum(t) > 9.0, lambda t: (tf.tanh(t @ w),), (x,))
+        return tf.reduce_sum(h[0])
+
+    found = captured(model, [w], tf.ones([64, 64]))
+    assert "maximum_iterations" in caplog.text
+    assert not any(b.dtype == "variant" for b in found.graph.buffers)
+
+
+def test_each_element_of_a_list_is_a_block_of_its_own() -> None:
+    w = weight(64, 64)
+
+    def model(x: tf.Tensor) -> tf.Tensor:
+        body = lambda i, t: (i + 1, tf.tanh(t @ w))  # noqa: E731
+        h = tf.while_loop(lambda i, _: i < 32, body, (0, x))[1]
+        return tf.reduce_sum(tf.tile(h, [100, 1]))
+
+    sizes = {
+        count_from: [
+            b.size
+            for b in captured(model, [w], tf.ones([64, 64]), count_from=count_from).graph.buffers
+            if b.dtype == "variant"
+        ]
+        for count_from in (0, CPU_COUNT_FROM)
+    }
+    assert set(sizes[0]) == {32 * 64 * 64 * 4}
+    assert set(sizes[CPU_COUNT_FROM]) == {0}
+
+
+def test_other_devices_are_neither_charged_nor_chained() -> None:
+    with tf.Graph().as_default() as graph:
+        x = tf.compat.v1.placeholder(tf.float32, [64, 64])
+        with tf.device("/CPU:1"):
+            h = tf.tanh(x)
+        with tf.device("/CPU:0"):
+            loss = tf.reduce_sum(tf.sin(tf.cos(h @ h)))
+            gradients = tf.gradients(loss, [x])
+    found = capture(graph, [loss], gradients)
+    assert found.device == "/device:CPU:0"
+    away = operation(found, "Tanh")
+    assert not away.repeatable
+    assert found.graph.buffers[away.writes[0]].size == 0
+    assert not found.chained[found.graph.operations.index(away)]
+    assert operation(found, "MatMul").repeatable
+
+
+def test_a_gpu_counts_everything_in_blocks_of_256_bytes() -> None:
+    with tf.Graph().as_default() as graph, tf.device("/GPU:0"):
+        x = tf.compat.v1.placeholder(tf.float32, [100, 33])
+        loss = tf.reduce_sum(tf.sin(tf.tanh(x)))
+        found = capture(graph, [loss], tf.gradients(loss, [x]))
+    assert found.device == "/device:GPU:0"
+    assert found.count_from == 0
+    assert {b.size for b in found.graph.buffers} == {13312}
+
+
 def test_consumers_beside_the_gradients_are_counted_and_pin_what_they_read() -> None:
     w = weight(64, 64)
 
