@@ -126,11 +126,11 @@ class _Session:
                     for j, part in enumerate(tf.nest.flatten(value, expand_composites=True)):
                         kept[f"{step}/gradient{i}.{j}"] = part.numpy()
                     if isinstance(value, tf.IndexedSlices):
-                        variable.scatter_sub(
-                            tf.IndexedSlices(LEARNING_RATE * value.values, value.indices)
-                        )
-                    else:
-                        variable.assign_sub(LEARNING_RATE * value)
+                        # TensorFlow's scatter adds rows of one index in no fixed order.
+                        dense = np.zeros(variable.shape, variable.dtype.as_numpy_dtype)
+                        np.add.at(dense, value.indices.numpy(), value.values.numpy())
+                        value = dense
+                    variable.assign_sub(LEARNING_RATE * value)
         finally:
             tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": False})
         for i, variable in enumerate(self.model.state):
