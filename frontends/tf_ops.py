@@ -86,6 +86,12 @@ _ONCE = words("""
     """)
 _ONCE_PREFIXES = ("Collective", "_Send", "_Recv", "_HostSend", "_HostRecv", "Xla", "TPU")
 
+MERGED_BY_OPTIMIZER = words("""
+    Conv2D Conv3D DepthwiseConv2dNative MatMul BiasAdd Pad FusedBatchNorm FusedBatchNormV2
+    FusedBatchNormV3 FusedBatchNormGradV3 Relu Relu6 LeakyRelu Elu ReluGrad Relu6Grad
+    """)
+"""Members of the patterns for which TensorFlow's graph optimiser has kernels of its own."""
+
 _OPAQUE = frozenset((tf.resource, tf.variant, tf.string))
 
 
