@@ -75,7 +75,8 @@ def _evaluate(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Fill `use` (bytes) and `alive` per step; return extra time and excess.
 
-    The excess is the sum over the steps of bytes above the budget / budget.
+    With x = bytes above the budget / budget, the excess is the sum over the steps of
+    0.3 x + 0.1 sqrt(x): the root makes the last small violations worth removing.
     """
     n = len(cost)
     for o in range(n):
@@ -127,7 +128,8 @@ def _evaluate(  # type: ignore[no-untyped-def]
         during -= gift
         use[step] = during
         if during > budget:
-            excess += (during - budget) / budget
+            over = (during - budget) / budget
+            excess += 0.3 * over + 0.1 * np.sqrt(over)
     return extra, excess
 
 
@@ -152,6 +154,7 @@ def _anneal(  # type: ignore[no-untyped-def]
     alive = np.zeros(capacity, np.bool_)
     wanted = np.zeros(len(size), np.bool_)
     first = np.zeros(n, np.int64)
+    trial_first = np.zeros(n, np.int64)
     current = np.zeros(capacity, np.int64)
     trial = np.zeros(capacity, np.int64)
     best = np.zeros(capacity, np.int64)
@@ -194,16 +197,16 @@ def _anneal(  # type: ignore[no-untyped-def]
         new_length = length
         kind = np.random.random()
         if n_bad > 0:
-            price *= 1.0005
+            price *= 1.0003
         else:
-            price *= 0.9995
-        if kind < 0.2 and n_again > 0:
+            price *= 0.9997
+        if kind < 0.1 and n_again > 0:
             # Remove one re-execution.
             s = again[np.random.randint(n_again)]
             trial[:s] = current[:s]
             trial[s : length - 1] = current[s + 1 : length]
             new_length = length - 1
-        elif kind < 0.6 and n_again > 0:
+        elif kind < 0.4 and n_again > 0:
             # Move a run of re-executions.
             s = again[np.random.randint(n_again)]
             run = 1
@@ -310,14 +313,26 @@ def _anneal(  # type: ignore[no-untyped-def]
             run_ops = np.sort(chain[:m])
             trial[:before] = current[:before]
             trial[before : before + m] = run_ops
-            trial[before + m : length + m] = current[before:length]
-            new_length = length + m
+            # Later executions of the same operations may have become superfluous: without this,
+            # widening what is executed again at once costs twice before it pays.
+            horizon = before
+            if np.random.random() < 0.5:
+                horizon += 1 << np.random.randint(2, 12)
+            new_length = before + m
+            for step in range(before, length):
+                o = current[step]
+                superfluous = False
+                if step < horizon and first[o] != step:
+                    for j in range(m):
+                        if chain[j] == o:
+                            superfluous = True
+                if not superfluous:
+                    trial[new_length] = o
+                    new_length += 1
         new_extra, new_excess = _evaluate(
-            trial, new_length, budget, new_use, alive, wanted, first, *problem
+            trial, new_length, budget, new_use, alive, wanted, trial_first, *problem
         )
         delta = new_extra - extra + price * (new_excess - excess)
-        # `first` now describes the trial.
-        dirty = True
         if delta <= 0.0 or np.random.random() < np.exp(-delta / temperature):
             length = 0
             for step in range(new_length):
@@ -326,6 +341,7 @@ def _anneal(  # type: ignore[no-untyped-def]
                     use[length] = new_use[step]
                     length += 1
             extra, excess = new_extra, new_excess
+            dirty = True
             if excess == 0.0 and extra < best_cost - 1e-12:
                 best_cost = extra
                 best_length = length
@@ -350,9 +366,9 @@ def anneal(
     budget: int,
     *,
     iterations: int,
-    hot: float = 1.0,
+    hot: float = 3.0,
     cold: float = 0.01,
-    price: float = 50.0,
+    price: float = 10.0,
     seed: int = 0,
     known: float = float("inf"),
     stop: Callable[[], bool] = lambda: False,
@@ -376,10 +392,16 @@ def anneal(
     price *= mean
     for k in range(parts):
         start = hot * mean * ratio**k
-        found, cost, last, price = _anneal(
-            last, len(last), budget, -(-iterations // parts), start, start * ratio, price,
-            (seed * 1009 + k) % 2**31, 2 * len(last) + 64, known, *flat,
-        )  # fmt: skip
+        try:
+            found, cost, last, price = _anneal(
+                last, len(last), budget, -(-iterations // parts), start, start * ratio, price,
+                (seed * 1009 + k) % 2**31, 2 * len(last) + 64, known, *flat,
+            )  # fmt: skip
+        except SystemError as e:
+            # An interrupt during compiled code surfaces as the cause of this error.
+            if isinstance(e.__cause__, KeyboardInterrupt):
+                raise e.__cause__ from None
+            raise
         if len(found):
             best, known = found.tolist(), float(cost)
         if stop():
