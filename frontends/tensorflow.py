@@ -72,6 +72,8 @@ class Capture:
     from the buffer's own tensor to this one), for every tensor in a buffer's memory."""
     outputs: tuple[tf.Tensor, ...]
     """The tensors that must be in memory at the end: losses, gradients, what is kept."""
+    resident_blocks: tuple[int, ...]
+    """Bytes of each variable, input and constant that the step finds in memory."""
     count_from: int
     """Blocks smaller than this many bytes are not counted by the device's allocator."""
     chain_from: int
@@ -479,6 +481,7 @@ class _Build:
             internal=tuple(internal),
             views=self.views,
             outputs=outputs,
+            resident_blocks=tuple(self.resident_sizes.values()),
             count_from=count_from,
             chain_from=self.sizes.chain_from,
         )

@@ -20,6 +20,7 @@ from tensorflow.python.ops import gradients as _gradients_module
 from tensorflow.python.ops import gradients_impl as _gradients_impl
 
 from optckpt import costs, device
+from optckpt.allocator import Allocator
 from optckpt.backends.tensorflow import rewrite
 from optckpt.budget import Budget, format_bytes
 from optckpt.config import Config, find_config
@@ -249,6 +250,11 @@ def measure(
     return replace(graph, resident=max(graph.resident, device.bytes_in_use(found.device)))
 
 
+def allocator_of(found: Capture) -> Allocator | None:
+    """A model of the allocator that will serve the captured step, if it has one to report."""
+    return device.allocator(found.device, found.count_from, found.resident_blocks)
+
+
 def _plan_and_rewrite(
     found: Capture,
     budget: Budget | int | float | str | None,
@@ -268,6 +274,7 @@ def _plan_and_rewrite(
                 strategy,
                 _solve_options(settings, found, checkpoints),
                 margin=settings.memory.margin,
+                allocator=allocator_of(found),
             )
         )
     else:

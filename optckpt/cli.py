@@ -255,6 +255,7 @@ def _solve(
             target=limit,
             plain_peak=plain,
             predicted_peak=judged.peak,
+            live_peak=judged.peak,
             floor=static_floor(graph).bytes,
             overhead=judged.overhead,
             schedule=found,

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import tensorflow as tf
 
+from optckpt.allocator import Allocator
+
 
 def memory_limit(device: str) -> int:
     """Bytes that the allocator of `device` ("/device:GPU:0") may hand out.
@@ -29,6 +31,27 @@ def memory_limit(device: str) -> int:
         if text.isdigit():
             total = min(total, int(text))
     return total
+
+
+def allocator(device: str, count_from: int, held: tuple[int, ...]) -> Allocator | None:
+    """A model of the allocator of `device`, with the blocks `held` (bytes) in use.
+
+    None if `count_from`, from which bytes on a capture counts blocks, is not the device's own:
+    then the step is not measured by what the allocator reports.
+    """
+    if "GPU" in device.upper():
+        growing = tf.config.experimental.get_memory_growth(
+            tf.config.list_physical_devices("GPU")[0]
+        )
+        return Allocator(region=0 if growing else _allocator_limit(device), held=held)
+    if count_from != CPU_SMALLEST:
+        return None
+    return Allocator(smallest=CPU_SMALLEST, held=held)
+
+
+CPU_SMALLEST = 256 * 1024
+"""Smaller blocks come from malloc, and TensorFlow's CPU allocator (oneDNN build) does not count
+them."""
 
 
 def _allocator_limit(device: str) -> int:

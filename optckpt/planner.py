@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+import time
+from dataclasses import dataclass, replace
+
+from optckpt.allocator import Allocator
 from optckpt.budget import Budget, format_bytes
 from optckpt.errors import BudgetError, InfeasibleBudgetError, OverBudgetError
 from optckpt.graph import TrainingGraph
-from optckpt.schedule import Plan, Schedule
+from optckpt.schedule import Plan, Schedule, Solution
 from optckpt.simulate import simulate
-from optckpt.solvers.floor import static_floor
+from optckpt.solvers.floor import Floor, static_floor
 from optckpt.solvers.registry import SolveOptions, Strategy, solve
+
+logger = logging.getLogger(__name__)
 
 
 def make_plan(
@@ -18,11 +25,13 @@ def make_plan(
     options: SolveOptions | None = None,
     *,
     margin: float = 0.0,
+    allocator: Allocator | None = None,
 ) -> Plan:
     """Plan `graph` under `budget` (peak bytes, resident included; None: no limit).
 
-    `margin` is the fraction of the budget held back for what the simulated peak does not know
-    (allocator granularity). It is given up where the plain step fits the budget, or where no
+    With an `allocator`, peaks are what it will report, which is more than the live bytes; the
+    solver's target is lowered until its schedule fits as reported. `margin` is a fraction of the
+    budget held back besides. Both are given up where the plain step fits the budget, or where no
     schedule is found within what is left.
 
     The plan may exceed the budget if the strategy is a heuristic; its certificate then says
@@ -32,18 +41,10 @@ def make_plan(
         InfeasibleBudgetError: if it is proven that no schedule fits.
         BudgetError: if the solver stopped before it found a schedule.
     """
-    plain = simulate(graph, Schedule.base(graph))
-    limit = None if budget is None else Budget.parse(budget).resolve(plain.peak)
+    plain = _judge(graph, Schedule.base(graph), allocator)
+    limit = None if budget is None else Budget.parse(budget).resolve(plain.reported)
     floor = static_floor(graph)
-    target = limit
-    if limit is not None and plain.peak > limit:
-        target = limit - int(margin * limit)
-        if target < floor.bytes:
-            target = limit
-    solution = solve(graph, target, strategy, options)
-    if target != limit and solution.certificate.status not in ("optimal", "feasible"):
-        target = limit
-        solution = solve(graph, target, strategy, options)
+    target, solution = _solve(graph, limit, strategy, options, margin, allocator, plain, floor)
     cert = solution.certificate
     if solution.schedule is None:
         assert limit is not None
@@ -72,29 +73,120 @@ def make_plan(
             f"{cert.seconds:.1f} s, and none was ruled out; {low}; raise the budget or the time "
             "limit"
         )
-    result = simulate(graph, solution.schedule)
+    judged = _judge(graph, solution.schedule, allocator)
     return Plan(
         fingerprint=graph.fingerprint,
         strategy=cert.solver,
         budget=limit,
         target=target,
-        plain_peak=plain.peak,
-        predicted_peak=result.peak,
+        plain_peak=plain.reported,
+        predicted_peak=judged.reported,
+        live_peak=judged.live,
         floor=floor.bytes,
-        overhead=result.overhead,
+        overhead=judged.overhead,
         schedule=solution.schedule,
         certificate=cert,
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    live: int
+    """Peak of the live bytes."""
+    reported: int
+    """Peak that the allocator reports."""
+    overhead: float
+
+
+def _judge(graph: TrainingGraph, schedule: Schedule, allocator: Allocator | None) -> _Judged:
+    result = simulate(graph, schedule)
+    reported = 0 if allocator is None else allocator.peak(graph, schedule)
+    return _Judged(result.peak, max(result.peak, reported), result.overhead)
+
+
+def _solve(
+    graph: TrainingGraph,
+    limit: int | None,
+    strategy: str | Strategy,
+    options: SolveOptions | None,
+    margin: float,
+    allocator: Allocator | None,
+    plain: _Judged,
+    floor: Floor,
+) -> tuple[int | None, Solution]:
+    """The bytes solved for, and the solution."""
+    options = options or SolveOptions()
+    if limit is None or plain.reported <= limit or limit < floor.bytes:
+        return limit, solve(graph, limit, strategy, options)
+    started = time.perf_counter()
+    allowed = limit - int(margin * limit)
+    target = allowed
+    if allocator is not None:
+        # How much is lost to chunks is a matter of the schedule: a rough one tells.
+        rough = replace(
+            options,
+            gap=max(options.gap, _ROUGH_GAP),
+            time_limit=_ROUGH_TIME * options.time_limit,
+            progress=None,
+        )
+        solution = solve(graph, target, strategy, rough)
+        if solution.schedule is not None:
+            judged = _judge(graph, solution.schedule, allocator)
+            target -= max(0, judged.reported - judged.live)
+    best: tuple[tuple[int, float], int, Solution] | None = None
+    for _ in range(_ROUNDS):
+        if target < floor.bytes:
+            break
+        left = options.time_limit - (time.perf_counter() - started)
+        limited = replace(options, time_limit=max(left, _LEAST_TIME * options.time_limit))
+        solution = solve(graph, target, strategy, limited)
+        if solution.schedule is None or solution.certificate.status == "over-budget":
+            break
+        judged = _judge(graph, solution.schedule, allocator)
+        excess = max(0, judged.reported - allowed)
+        rank = (excess, judged.overhead)
+        if best is None or rank < best[0]:
+            best = (rank, target, solution)
+        if not excess:
+            break
+        target -= max(excess, limit // 500)
+    if best is not None:
+        # Perhaps above the budget as reported; the live bytes are not.
+        return best[1], best[2]
+    return limit, solve(graph, limit, strategy, options)
+
+
+_ROUGH_GAP = 0.02
+_ROUGH_TIME = 0.15
+"""Share of the time limit for the rough schedule."""
+_LEAST_TIME = 0.1
+"""Share of the time limit that a further round gets if the time is up."""
+_ROUNDS = 4
+
+
 def check_fits(plan: Plan) -> Plan:
-    """Return `plan`, or raise OverBudgetError if its predicted peak exceeds its budget."""
-    if plan.budget is not None and plan.predicted_peak > plan.budget:
+    """Return `plan`, or raise OverBudgetError if its live bytes exceed its budget.
+
+    Warns if the live bytes fit, but the allocator will probably report more than the budget.
+    """
+    if plan.budget is None:
+        return plan
+    if plan.live_peak > plan.budget:
         raise OverBudgetError(
             f"strategy {plan.strategy!r} does not fit the budget of {format_bytes(plan.budget)} "
             f"({plan.budget} bytes): its lowest peak is {format_bytes(plan.predicted_peak)} "
             f"({plan.predicted_peak} bytes); raise the budget or use strategy 'optimal' "
             f"(floor {format_bytes(plan.floor)})",
             peak=plan.predicted_peak,
+        )
+    if plan.predicted_peak > plan.budget:
+        logger.warning(
+            "the live tensors need %s, within the budget of %s, but the allocator hands out whole "
+            "chunks and is predicted to report %s: so close to the floor (%s) no better schedule "
+            "was found",
+            format_bytes(plan.live_peak),
+            format_bytes(plan.budget),
+            format_bytes(plan.predicted_peak),
+            format_bytes(plan.floor),
         )
     return plan

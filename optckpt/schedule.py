@@ -88,11 +88,14 @@ class Plan:
     budget: int | None
     """Peak bytes allowed, resident included; None: the strategy ran without a budget."""
     target: int | None
-    """Peak bytes solved for: the budget less a margin; what the certificate's bound refers to."""
+    """Live bytes solved for: the budget less a margin and what the allocator loses in chunks; what
+    the certificate's bound refers to."""
     plain_peak: int
-    """Simulated peak of the plain step, resident included."""
+    """Peak of the plain step, predicted in the same way as `predicted_peak`."""
     predicted_peak: int
-    """Simulated peak of the schedule, resident included."""
+    """Peak that the device's allocator is predicted to report, resident included."""
+    live_peak: int
+    """Simulated peak of the live bytes alone, resident included; what the certificate is about."""
     floor: int
     """Proven lower bound on the peak of every schedule in this order, resident included."""
     overhead: float
@@ -137,6 +140,7 @@ class Plan:
                 target=None if data["target"] is None else int(data["target"]),
                 plain_peak=int(data["plain_peak"]),
                 predicted_peak=int(data["predicted_peak"]),
+                live_peak=int(data["live_peak"]),
                 floor=int(data["floor"]),
                 overhead=float(data["overhead"]),
                 schedule=Schedule(tuple(int(i) for i in data["schedule"])),

@@ -1,0 +1,209 @@
+"""What an allocator that hands out whole chunks makes of a schedule.
+
+TensorFlow's allocators (BFC, "best fit with coalescing": one per GPU, and one on the CPU in builds
+with oneDNN) serve a request from the smallest free chunk that is large enough, and split it only
+if at least twice the request, or 128 MiB more, is there. What they report as in use are chunks:
+several percent more than the tensors in them, depending on the order of sizes. Replayed here, so
+that a plan can promise what the allocator will report. Follows tsl/framework/bfc_allocator.cc of
+TensorFlow 2.21; no code of it is used.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from optckpt.graph import TrainingGraph
+from optckpt.schedule import Schedule
+
+ROUNDING = 256
+"""Chunk sizes are multiples of this many bytes."""
+_MOST_UNUSED = 128 << 20
+_FIRST_REGION = 2 << 20
+_STEPS = 3
+"""Steps replayed; from the second on, the chunks left by the one before are there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allocator:
+    """An allocator at the beginning of a step. Sizes are bytes."""
+
+    smallest: int = 0
+    """Smaller blocks are not taken from it."""
+    region: int = 0
+    """Size of the one region that it has from the start; 0: it grows, doubling from 2 MiB."""
+    held: tuple[int, ...] = ()
+    """Blocks that are in use throughout (variables, inputs)."""
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-able mapping that `from_json` reads back to an equal allocator."""
+        return {**asdict(self), "held": list(self.held)}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Allocator:
+        """Read what `to_json` wrote."""
+        return cls(int(data["smallest"]), int(data["region"]), tuple(map(int, data["held"])))
+
+    def peak(self, graph: TrainingGraph, schedule: Schedule) -> int:
+        """Peak bytes in use that the allocator reports for a step, resident included.
+
+        The resident bytes count as they stand in the graph. `schedule` must be valid.
+        O(executions log chunks).
+        """
+        chunks = _Chunks(self.region)
+        for size in self.held:
+            if size >= self.smallest:
+                chunks.allocate(size)
+        before = chunks.in_use
+        events = _events(graph, schedule, self.smallest)
+        highest = before
+        for _ in range(_STEPS):
+            at: dict[int, int] = {}
+            chunks.highest = chunks.in_use
+            for block, size in events:
+                if size:
+                    at[block] = chunks.allocate(size)
+                else:
+                    chunks.free(at.pop(block))
+            highest = max(highest, chunks.highest)
+        return graph.resident + highest - before
+
+
+def _events(graph: TrainingGraph, schedule: Schedule, smallest: int) -> list[tuple[int, int]]:
+    """What a step asks of the allocator: (block, its size), or (block, 0) to free it."""
+    sizes = [b.size for b in graph.buffers]
+    copy = [-1] * len(sizes)
+    last_use: list[int] = []
+    reads: list[dict[int, int]] = []
+    for step, o in enumerate(schedule.executions):
+        op = graph.operations[o]
+        used = {b: copy[b] for b in op.reads}
+        for c in used.values():
+            last_use[c] = step
+        reads.append(used)
+        for b in op.writes:
+            copy[b] = len(last_use)
+            last_use.append(step)
+    for b in graph.outputs:
+        last_use[copy[b]] = len(schedule.executions)
+
+    events: list[tuple[int, int]] = []
+    # Copies are numbered from 0, workspaces from -1 down; an output in place has its input's block.
+    block_of: dict[int, int] = {}
+    created = 0
+    for step, o in enumerate(schedule.executions):
+        op = graph.operations[o]
+        dying = {b: c for b, c in reads[step].items() if last_use[c] == step and c in block_of}
+        for b in op.writes:
+            heir = next(
+                (
+                    a
+                    for a in op.inplace
+                    if b == op.writes[0] and a in dying and sizes[a] == sizes[b]
+                ),
+                None,
+            )
+            if heir is not None:
+                block_of[created] = block_of.pop(dying.pop(heir))
+            elif sizes[b] and sizes[b] >= smallest:
+                block_of[created] = created
+                events.append((created, sizes[b]))
+            created += 1
+        if op.workspace and op.workspace >= smallest:
+            events += [(-1 - step, op.workspace), (-1 - step, 0)]
+        unread = [c for c in range(created - len(op.writes), created) if last_use[c] == step]
+        for c in (*dying.values(), *unread):
+            if c in block_of:
+                events.append((block_of.pop(c), 0))
+    events += [(block, 0) for block in block_of.values()]
+    return events
+
+
+class _Chunks:
+    """The chunks of a best-fit allocator with coalescing, by address."""
+
+    def __init__(self, region: int) -> None:
+        self.in_use = 0
+        self.highest = 0
+        self._free: list[tuple[int, int]] = []
+        """(size, address), ascending."""
+        self._size: dict[int, int] = {}
+        self._is_free: dict[int, bool] = {}
+        self._before: dict[int, int | None] = {}
+        self._after: dict[int, int | None] = {}
+        self._regions = 0
+        self._next_region = _FIRST_REGION
+        if region:
+            self._add_region(region)
+
+    def _add_region(self, size: int) -> None:
+        self._regions += 1
+        # Large mappings are placed at descending addresses.
+        address = -self._regions << 48
+        self._size[address] = size
+        self._is_free[address] = True
+        self._before[address] = self._after[address] = None
+        insort(self._free, (size, address))
+
+    def _grow(self, size: int) -> None:
+        if size <= self._next_region:
+            self._add_region(self._next_region)
+            self._next_region *= 2
+            return
+        while size > self._next_region:
+            self._next_region *= 2
+        self._add_region(self._next_region)
+
+    def allocate(self, size: int) -> int:
+        """Address of the chunk that serves `size` bytes."""
+        size = -(-size // ROUNDING) * ROUNDING
+        i = bisect_left(self._free, (size, -(1 << 62)))
+        if i == len(self._free):
+            self._grow(size)
+            i = bisect_left(self._free, (size, -(1 << 62)))
+        found, address = self._free.pop(i)
+        if found >= 2 * size or found - size >= _MOST_UNUSED:
+            self._split(address, size)
+        self._is_free[address] = False
+        self.in_use += self._size[address]
+        self.highest = max(self.highest, self.in_use)
+        return address
+
+    def _split(self, address: int, size: int) -> None:
+        rest = address + size
+        after = self._after[address]
+        self._size[rest] = self._size[address] - size
+        self._is_free[rest] = True
+        self._before[rest], self._after[rest] = address, after
+        if after is not None:
+            self._before[after] = rest
+        self._after[address] = rest
+        self._size[address] = size
+        insort(self._free, (self._size[rest], rest))
+
+    def free(self, address: int) -> None:
+        """Give a chunk back, and join it with free neighbours."""
+        self.in_use -= self._size[address]
+        self._is_free[address] = True
+        after = self._after[address]
+        if after is not None and self._is_free[after]:
+            self._remove(after)
+            self._join(address, after)
+        before = self._before[address]
+        if before is not None and self._is_free[before]:
+            self._remove(before)
+            self._join(before, address)
+            address = before
+        insort(self._free, (self._size[address], address))
+
+    def _remove(self, address: int) -> None:
+        self._free.pop(bisect_left(self._free, (self._size[address], address)))
+
+    def _join(self, first: int, second: int) -> None:
+        after = self._after[second]
+        self._size[first] += self._size.pop(second)
+        self._after[first] = after
+        if after is not None:
+            self._before[after] = first
+        del self._is_free[second], self._before[second], self._after[second]
