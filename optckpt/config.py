@@ -165,13 +165,13 @@ class MemoryConfig(Section):
     """What the memory model charges, and what is held back for what it cannot know."""
 
     margin: float = Field(
-        default=0.0,
+        default=0.02,
         ge=0,
         lt=1,
         description=(
-            "Share of the budget held back, because a device allocator hands out whole chunks: "
-            "measured peaks lie up to a few percent beside the predicted ones. 0.02 plans for "
-            "98 % of the budget."
+            "Share of the budget held back for what the model of the device's allocator cannot "
+            "know (what the process did before): 0.02 plans for 98 % of the budget. Given up "
+            "where the budget would not be met otherwise."
         ),
     )
     count_from: Size = Field(

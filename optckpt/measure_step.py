@@ -67,7 +67,7 @@ class _Session:
     def capture(self, path: str) -> dict[str, Any]:
         """Trace the plain step, measure its costs, save the TrainingGraph under `path`."""
         from optckpt import device
-        from optckpt.call import capture_gradients, measure
+        from optckpt.call import allocator_of, capture_gradients, measure
 
         seen: list[Any] = []
 
@@ -82,7 +82,9 @@ class _Session:
         found = seen[0]
         graph = measure(found, self.config, progress=_report_costs)
         replace(graph, name=self.model.name).save(path)
+        allocator = allocator_of(found)
         return {
+            "allocator": None if allocator is None else allocator.to_json(),
             "device": found.device,
             "limit": device.memory_limit(found.device),
             "trace_seconds": traced - begin,

@@ -215,7 +215,7 @@ class _Planner:
     def _chain(self, unit: tuple[tf.Operation, ...], nodes: tuple[Node, ...]) -> None:
         if self.edit.chain:
             last = self.edit.chain[-1][-1]
-            if not self._reads_from(unit, last) or _merges_alone(unit):
+            if not (_may_be_merged(unit) and self._reads_from(unit, last)):
                 self.edit.controls.append((last, nodes[0]))
                 # What oneDNN merges in the plain graph has to stay mergeable, or bits differ:
                 # equal control inputs. On Conv2D + BiasAdd, whose result does not depend on the
@@ -238,19 +238,21 @@ class _Planner:
         return False
 
 
-def _merges_alone(unit: tuple[tf.Operation, ...]) -> bool:
-    """Whether the operation could be merged with another that the plan does not keep beside it.
+def _may_be_merged(unit: tuple[tf.Operation, ...]) -> bool:
+    """Whether TensorFlow may merge the operation with its neighbours, or compute it otherwise.
 
-    The oneDNN pass merges operations with the same control inputs only; with the chain's edge,
-    which no two operations have in common, it does not.
+    A control edge that says no more than a data edge still keeps the graph optimiser from moving
+    the operation, so it is left out only where a merged kernel is wanted. The oneDNN pass merges
+    whatever has the same control inputs: where the plan does not keep the two side by side, the
+    chain's edge, which no two operations have in common, prevents it.
     """
     op = unit[0]
     if op.type == "Conv2D":
-        return bool(op.inputs[0].op.type == "Pad")
-    return len(unit) == 1 and op.type in _MERGED_TYPES
+        return bool(op.inputs[0].op.type != "Pad")
+    return len(unit) > 1 or op.type in _MERGED_ALONE
 
 
-_MERGED_TYPES = tf_ops.words("BiasAdd BiasAddGrad Conv2DBackpropFilter Pad")
+_MERGED_ALONE = tf_ops.MERGED_BY_OPTIMIZER - tf_ops.words("BiasAdd Pad")
 
 
 def _overrides_gradient(op: tf.Operation) -> bool:
