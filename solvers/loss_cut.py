@@ -70,7 +70,7 @@ def find_loss(graph: TrainingGraph) -> LossCut | None:
 
 
 def loss_cut_model(problem: Problem, cut: LossCut, budget: int) -> MipModel:
-    """The MIP at `cut` under `budget` bytes (without resident data); the plain step costs STEP."""
+    """The MIP at `cut` of an unmerged problem under `budget` bytes (without resident data)."""
     p, loss = problem, cut.operation
     held = set(p.reads[loss])
     held |= {
@@ -134,7 +134,7 @@ def start_loss_cut(
     cut = find_loss(graph)
     if cut is None:
         return None
-    model = loss_cut_model(preprocess(graph), cut, budget - graph.resident)
+    model = loss_cut_model(preprocess(graph, merge=False), cut, budget - graph.resident)
     return Solve(model, time_limit=time_limit, gap=gap * STEP)
 
 

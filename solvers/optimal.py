@@ -92,6 +92,8 @@ class _Search:
     bound: float = 0.0
     any_order: float = 0.0
     """A bound that holds for any order of the base operations."""
+    exact: Schedule | None = None
+    """Found by exhaustive search; takes the place of `best`."""
     seconds_first: float | None = None
     cuts: set[int] = field(default_factory=set)
     moments: set[tuple[int, int]] = field(default_factory=set)
@@ -216,8 +218,8 @@ class _Search:
             found = cheapest(self.graph, self.budget + self.graph.resident)
             if found is None:
                 return "infeasible"
-            self.offer(found[1].executions)
-            self.raise_bound(self.best_cost)
+            self.exact = found[1]
+            self.best_cost = self.bound = simulate(self.graph, found[1]).overhead
             return "optimal"
         base = list(range(self.problem.n))
         for k in range(1_000_000):
@@ -305,10 +307,13 @@ class _Search:
 
     def solution(self, status: Status) -> Solution:
         seconds = self.elapsed()
-        if self.best is None:
+        if self.exact is not None:
+            schedule = self.exact
+        elif self.best is not None:
+            schedule = Schedule(self.problem.expand(self.best))
+        else:
             bound = 0.0 if status == "infeasible" else self.bound
             return Solution(None, Certificate("optimal", status, None, bound, seconds))
-        schedule = Schedule(tuple(self.best))
         overhead = simulate(self.graph, schedule).overhead
         proven = status == "optimal" and overhead - self.any_order <= self.tolerance
         bound = self.any_order if proven else self.bound
@@ -320,7 +325,7 @@ class _Search:
                 overhead,
                 max(0.0, min(bound, overhead)),
                 seconds,
-                self.seconds_first,
+                self.seconds_first if self.seconds_first is not None else seconds,
                 "any order" if proven else "base order",
             ),
         )

@@ -24,16 +24,17 @@ def test_results_hold_under_simulation(seed: int, share: float) -> None:
     low = static_floor(graph).bytes
     high = simulate(graph, Schedule.base(graph)).peak
     budget = round(low + share * (high - low))
+    problem = preprocess(graph)
     found = anneal(
-        to_arrays(preprocess(graph)),
-        range(len(graph.operations)),
+        to_arrays(problem),
+        range(problem.n),
         budget - graph.resident,
         iterations=1500,
         seed=seed,
     )
-    simulate(graph, Schedule(tuple(found.last)))
+    simulate(graph, Schedule(problem.expand(found.last)))
     if found.best is not None:
-        result = simulate(graph, Schedule(tuple(found.best)))
+        result = simulate(graph, Schedule(problem.expand(found.best)))
         assert result.peak <= budget
         assert result.overhead == pytest.approx(found.cost, abs=1e-12)
 
@@ -43,8 +44,9 @@ def test_improves_repeats_and_respects_what_is_known() -> None:
     low = static_floor(graph).bytes
     high = simulate(graph, Schedule.base(graph)).peak
     budget = (low + high) // 2 - graph.resident
-    arrays = to_arrays(preprocess(graph))
-    base = range(len(graph.operations))
+    problem = preprocess(graph)
+    arrays = to_arrays(problem)
+    base = range(problem.n)
     short = anneal(arrays, base, budget, iterations=1000, seed=1)
     long = anneal(arrays, base, budget, iterations=50_000, seed=1)
     assert short.best is not None

@@ -36,7 +36,7 @@ def draw(seed: int, share: float) -> tuple[random.Random, TrainingGraph, int]:
 def test_any_cuts_bound_from_below(seed: int, share: float, every: bool) -> None:
     rng, graph, budget = draw(seed, share)
     truth = cheapest(graph, budget)
-    problem = preprocess(graph)
+    problem = preprocess(graph, merge=False)
     positions = range(problem.n + 1)
     cuts = positions if every else rng.sample(positions, rng.randint(1, len(positions)))
     moments = [(c, o) for c in cuts for o in range(c) if problem.repeatable[o]]
