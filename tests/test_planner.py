@@ -1,5 +1,8 @@
+import contextlib
+
 import pytest
 
+from optckpt.allocator import Allocator
 from optckpt.budget import Budget
 from optckpt.errors import BudgetError, InfeasibleBudgetError, OptckptError, OverBudgetError
 from optckpt.frontends import synthetic
@@ -9,6 +12,7 @@ from optckpt.simulate import simulate
 from optckpt.solvers.floor import static_floor
 from optckpt.solvers.registry import SolveOptions
 
+MIB = 1 << 20
 GRAPH = synthetic.chain(16, resident=1000)
 PLAIN = simulate(GRAPH, Schedule.base(GRAPH))
 FLOOR = static_floor(GRAPH)
@@ -112,3 +116,42 @@ class TestMargin:
         plan = make_plan(GRAPH, peak, "sqrt_n", margin=0.01)
         assert plan.target == plan.budget == plan.predicted_peak
         assert plan.certificate.status == "feasible"
+
+
+class TestAllocator:
+    """Budgets are kept as the allocator reports them, not as live bytes."""
+
+    # Odd sizes, so that chunks are larger than the tensors in them.
+    SIZES = tuple(MIB * (3 + 5 * i % 7) for i in range(24))
+    GRAPH = synthetic.chain(24, size=SIZES)
+    ALLOCATOR = Allocator()
+
+    def reported(self, plan):
+        return self.ALLOCATOR.peak(self.GRAPH, plan.schedule)
+
+    @pytest.mark.parametrize("share", [0.5, 0.65, 0.8])
+    @pytest.mark.parametrize("strategy", ["optimal", "chen_greedy"])
+    def test_reported_peak_is_within_the_budget(self, share, strategy):
+        plan = make_plan(self.GRAPH, share, strategy, allocator=self.ALLOCATOR)
+        assert plan.predicted_peak == self.reported(plan) <= plan.budget
+        assert plan.live_peak == simulate(self.GRAPH, plan.schedule).peak <= plan.target
+        base = Schedule.base(self.GRAPH)
+        assert plan.plain_peak == self.ALLOCATOR.peak(self.GRAPH, base)
+        assert plan.budget == round(share * plan.plain_peak)
+        assert plan.plain_peak > simulate(self.GRAPH, base).peak
+
+    def test_plain_reported_peak_needs_no_recomputation(self):
+        peak = self.ALLOCATOR.peak(self.GRAPH, Schedule.base(self.GRAPH))
+        plan = make_plan(self.GRAPH, peak, allocator=self.ALLOCATOR, margin=0.1)
+        assert plan.schedule == Schedule.base(self.GRAPH)
+
+    def test_near_the_floor_live_bytes_count_and_a_warning_is_given(self, caplog):
+        budget = static_floor(self.GRAPH).bytes
+        plan = None
+        while plan is None:
+            budget += MIB
+            with contextlib.suppress(InfeasibleBudgetError):
+                plan = make_plan(self.GRAPH, budget, allocator=self.ALLOCATOR)
+        assert plan.live_peak <= budget < plan.predicted_peak
+        assert check_fits(plan) is plan
+        assert "whole chunks" in caplog.text

@@ -1,0 +1,122 @@
+"""The replayed allocator: chunks never overlap, free neighbours join, peaks bound live bytes."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from optckpt.allocator import ROUNDING, Allocator, _Chunks
+from optckpt.frontends import synthetic
+from optckpt.graph import Buffer, Operation, TrainingGraph
+from optckpt.schedule import Schedule
+from optckpt.simulate import simulate
+
+MIB = 1 << 20
+
+
+def intervals(chunks: _Chunks) -> list[tuple[int, int]]:
+    return sorted((a, a + size) for a, size in chunks._size.items())
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(
+    st.lists(st.tuples(st.integers(1, 40 * MIB), st.integers(0, 30)), min_size=1, max_size=60),
+    st.sampled_from([0, 1 << 32]),
+)
+def test_chunks_tile_their_regions(requests, region):
+    """A request (size, k): allocate, then free the k-th of the blocks in use if there is one."""
+    chunks = _Chunks(region)
+    used: dict[int, int] = {}
+    for size, k in requests:
+        address = chunks.allocate(size)
+        assert address not in used
+        assert chunks._size[address] >= size
+        # A chunk is less than twice the request, or it would have been split.
+        rounded = -(-size // ROUNDING) * ROUNDING
+        assert chunks._size[address] < 2 * rounded
+        used[address] = chunks._size[address]
+        if k < len(used):
+            gone = sorted(used)[k]
+            chunks.free(gone)
+            del used[gone]
+        assert chunks.in_use == sum(used.values())
+        tiles = intervals(chunks)
+        for (_, end), (start, _) in itertools.pairwise(tiles):
+            assert end <= start
+        for address, free in chunks._is_free.items():
+            after = chunks._after[address]
+            assert not (free and after is not None and chunks._is_free[after]), "free neighbours"
+    for address in list(used):
+        chunks.free(address)
+    assert chunks.in_use == 0
+    assert len(chunks._free) == chunks._regions
+
+
+def test_a_chunk_is_split_from_twice_the_request_on():
+    chunks = _Chunks(32 * MIB)
+    assert chunks._size[chunks.allocate(17 * MIB)] == 32 * MIB
+    chunks = _Chunks(34 * MIB)
+    assert chunks._size[chunks.allocate(17 * MIB)] == 17 * MIB
+    chunks = _Chunks(1 << 30)
+    assert chunks._size[chunks.allocate((1 << 30) - (128 << 20))] == (1 << 30) - (128 << 20)
+
+
+def test_growing_allocator_doubles_its_regions():
+    chunks = _Chunks(0)
+    for _ in range(4):
+        chunks.allocate(2 * MIB)
+    # Regions of 2, 4 and 8 MiB; the third is split for the fourth request.
+    assert sorted(end - start for start, end in intervals(chunks)) == [
+        2 * MIB, 2 * MIB, 2 * MIB, 2 * MIB, 6 * MIB,
+    ]  # fmt: skip
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(st.integers(0, 10**6))
+def test_peak_is_at_least_the_live_bytes_and_less_than_twice(seed):
+    graph = synthetic.random_graph(seed, 12, max_size=MIB)
+    schedule = Schedule.base(graph)
+    live = simulate(graph, schedule).peak
+    reported = Allocator(region=1 << 32).peak(graph, schedule)
+    rounding = ROUNDING * (len(graph.buffers) + 1)
+    assert live <= reported <= graph.resident + 2 * (live - graph.resident) + rounding
+
+
+def test_output_in_place_takes_no_chunk():
+    ops = (
+        Operation("a", "X", 1.0, (), (0,)),
+        Operation("b", "X", 1.0, (0,), (1,), inplace=(0,)),
+        Operation("c", "X", 1.0, (1,), (2,), inplace=(1,)),
+    )
+    graph = TrainingGraph(ops, tuple(Buffer(n, 4 * MIB) for n in "abc"), outputs=(2,))
+    assert Allocator(region=64 * MIB).peak(graph, Schedule.base(graph)) == 4 * MIB
+
+
+def test_workspace_is_there_with_inputs_and_outputs():
+    ops = (
+        Operation("a", "X", 1.0, (), (0,)),
+        Operation("b", "X", 1.0, (0,), (1,), workspace=8 * MIB),
+    )
+    graph = TrainingGraph(ops, tuple(Buffer(n, 4 * MIB) for n in "ab"), outputs=(1,), resident=7)
+    assert Allocator(region=64 * MIB).peak(graph, Schedule.base(graph)) == 16 * MIB + 7
+
+
+def test_small_blocks_are_not_counted():
+    graph = synthetic.chain(6, size=100_000)
+    assert Allocator(smallest=256 * 1024).peak(graph, Schedule.base(graph)) == graph.resident
+
+
+def test_json_round_trip():
+    allocator = Allocator(256, 1 << 20, (3, 4))
+    assert Allocator.from_json(allocator.to_json()) == allocator
+
+
+@pytest.mark.parametrize("held", [(), (3 * MIB, 5 * MIB, MIB)])
+def test_the_worst_history_counts(held):
+    graph = synthetic.chain(10, size=3 * MIB)
+    schedule = Schedule.base(graph)
+    grown = Allocator(held=held).peak(graph, schedule)
+    assert grown >= simulate(graph, schedule).peak
