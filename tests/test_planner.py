@@ -150,8 +150,10 @@ class TestAllocator:
         plan = None
         while plan is None:
             budget += MIB
-            with contextlib.suppress(InfeasibleBudgetError):
-                plan = make_plan(self.GRAPH, budget, allocator=self.ALLOCATOR)
+            with contextlib.suppress(BudgetError):
+                plan = make_plan(
+                    self.GRAPH, budget, options=SolveOptions(time_limit=3), allocator=self.ALLOCATOR
+                )
         assert plan.live_peak <= budget < plan.predicted_peak
         assert check_fits(plan) is plan
         assert "whole chunks" in caplog.text
