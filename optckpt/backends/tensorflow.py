@@ -354,7 +354,15 @@ def _protect(graph: tf.Graph, chain: Sequence[tf.Operation]) -> None:
     """
     controls = getattr(graph, "control_outputs", None)
     if controls is not None:
-        controls.extend(op for op in chain if op.type not in tf_ops.MERGED_BY_OPTIMIZER)
+        # No operation may be in the list twice; tf.function adds the stateful ones by itself.
+        present = set(controls)
+        controls.extend(
+            op
+            for op in chain
+            if op.type not in tf_ops.MERGED_BY_OPTIMIZER
+            and not op._is_stateful
+            and op not in present
+        )
 
 
 _serial = itertools.count()
