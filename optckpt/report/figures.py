@@ -74,7 +74,7 @@ def memory_figure(
             label=f"budget: {budget / 2**20:.0f} MiB",
         )
     axes.set_xlabel("time through the step, % of the plain step's time")
-    axes.set_ylabel("memory, MiB (resident included)")
+    axes.set_ylabel("memory of live tensors, MiB (resident included)")
     axes.set_ylim(bottom=0)
     axes.set_xlim(left=0)
     axes.grid(alpha=0.25, linewidth=0.6)
