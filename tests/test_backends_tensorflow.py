@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -89,13 +90,17 @@ def keep_every(n: int) -> Callable[[TrainingGraph], Schedule]:
     ids=["convolutions", "transformer"],
 )
 @pytest.mark.parametrize("schedule", [Schedule.base, keep_every(7)], ids=["plain", "again"])
+@pytest.mark.parametrize("optimizer", [False, True], ids=["as traced", "optimized"])
 def test_the_measured_peak_is_the_simulated_one(
-    network: Any, shape: tuple[int, ...], schedule: Callable[[TrainingGraph], Schedule]
+    network: Any,
+    shape: tuple[int, ...],
+    schedule: Callable[[TrainingGraph], Schedule],
+    optimizer: bool,
 ) -> None:
     model, xs = network
     step = Step(model, xs, schedule)
     x = tf.constant(normal(*shape))
-    with grappler_off():
+    with contextlib.nullcontext() if optimizer else grappler_off():
         step.function(x)
         tf.config.experimental.reset_memory_stats("CPU:0")
         before = tf.config.experimental.get_memory_info("CPU:0")["current"]
