@@ -25,6 +25,7 @@ from tensorflow.python.ops import control_flow_util
 
 from optckpt.errors import CaptureError
 from optckpt.frontends import tf_ops
+from optckpt.frontends.tf_devices import Devices
 from optckpt.frontends.tf_order import ancestors, execution_order, outside_consumers
 from optckpt.frontends.tf_shapes import Sizes
 from optckpt.graph import Buffer, Operation, TrainingGraph
@@ -116,7 +117,7 @@ def capture(
             of a large tensor is unknown (says which argument or operation makes it so).
     """
     _check(tf_graph, ys, gradients, keep)
-    devices = _Devices()
+    devices = Devices()
     # Replicas of a distribution strategy share a graph, but no memory.
     history = [past for past in getattr(tf_graph, HISTORY, ()) if devices.same(ys[0].op, past[2])]
     earlier = [op for past in history for op in past[0]]
@@ -234,7 +235,7 @@ class _Build:
         self.outside = outside
         self.sizes = sizes
         self.context = anchor._get_control_flow_context() if anchor is not None else None
-        self.devices = _Devices()
+        self.devices = Devices()
         self.views: dict[int, tuple[int, ViewChain]] = {}
         self.resident: set[int] = set()
         self.resident_sizes: dict[object, int] = {}
@@ -295,7 +296,8 @@ class _Build:
                 handle = handle.op.inputs[0]
             self.resident_sizes[id(handle)] = max(
                 self.resident_sizes.get(id(handle), 0),
-                _handle_bytes(t) if t.dtype == tf.resource else self.sizes.exact(t),
+                # Where an argument's unknown size matters, what is computed from it raises.
+                _handle_bytes(t) if t.dtype == tf.resource else self.sizes.of(t) or 0,
             )
 
     def _add_view(self, op: tf.Operation) -> bool:
@@ -389,7 +391,7 @@ class _Build:
         )
         self.internal.append(inner)
         self.movable.append(movable)
-        self.chained.append(movable and all(_can_wait(op) for op in group))
+        self.chained.append(movable and all(tf_ops.can_wait(op) for op in group))
         for op in group:
             self.waits[op] = frozenset((u,))
 
@@ -490,19 +492,6 @@ class _Build:
 _NOTHING: frozenset[int] = frozenset()
 
 
-def _can_wait(op: tf.Operation) -> bool:
-    """Whether control edges may be put on the operation.
-
-    Not on what has no input or handles state: an initialiser that uses it would then wait for
-    the forward pass. Not on the primitives of TensorFlow 1 control flow.
-    """
-    if not op.inputs or tf_ops.is_control_flow_v1(op):
-        return False
-    if tf_ops.is_call(op) or not op._is_stateful:
-        return not any(t.dtype._is_ref_dtype for t in (*op.inputs, *op.outputs))
-    return not any(tf_ops.is_opaque(t.dtype) for t in (*op.inputs, *op.outputs))
-
-
 def _handle_bytes(handle: tf.Tensor) -> int:
     """Bytes of the variable behind a resource handle (0 if it is none or has no fixed shape)."""
     data = getattr(handle, "_handle_data", None)
@@ -511,36 +500,3 @@ def _handle_bytes(handle: tf.Tensor) -> int:
     entry = data.shape_and_type[0]
     count = tf.TensorShape(entry.shape).num_elements()
     return 0 if count is None else count * tf.as_dtype(entry.dtype).size
-
-
-class _Devices:
-    """Bytes written per device, by the operations' device strings."""
-
-    def __init__(self) -> None:
-        self._parsed: dict[str, str] = {}
-        self._bytes: dict[str, int] = {}
-
-    def _of(self, op: tf.Operation) -> str:
-        text = op.device
-        found = self._parsed.get(text)
-        if found is None:
-            spec = tf.DeviceSpec.from_string(text)
-            kind = spec.device_type or _default_device_type()
-            self._parsed[text] = found = f"/device:{kind}:{spec.device_index or 0}"
-        return found
-
-    def add(self, op: tf.Operation, size: int) -> None:
-        device = self._of(op)
-        self._bytes[device] = self._bytes.get(device, 0) + size
-
-    def main(self) -> str:
-        if not self._bytes:
-            return f"/device:{_default_device_type()}:0"
-        return max(self._bytes, key=lambda d: self._bytes[d])
-
-    def same(self, op: tf.Operation, device: str) -> bool:
-        return self._of(op) == device
-
-
-def _default_device_type() -> str:
-    return "GPU" if tf.config.list_logical_devices("GPU") else "CPU"

@@ -135,6 +135,19 @@ def is_opaque(dtype: tf.DType) -> bool:
     return dtype in _OPAQUE or dtype._is_ref_dtype
 
 
+def can_wait(op: tf.Operation) -> bool:
+    """Whether control edges may be put on the operation.
+
+    Not on what has no input or handles state: an initialiser that uses it would then wait for
+    the forward pass. Not on the primitives of TensorFlow 1 control flow.
+    """
+    if not op.inputs or is_control_flow_v1(op):
+        return False
+    if is_call(op) or not op._is_stateful:
+        return not any(t.dtype._is_ref_dtype for t in (*op.inputs, *op.outputs))
+    return not any(is_opaque(t.dtype) for t in (*op.inputs, *op.outputs))
+
+
 def is_pure(op: tf.Operation) -> bool:
     """Whether executing the operation twice on the same inputs is the same as executing it once.
 

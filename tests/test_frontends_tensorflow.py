@@ -605,6 +605,17 @@ def test_data_dependent_sizes_of_small_tensors_do_no_harm() -> None:
     assert "Tanh" in kinds(captured(model, [w], tf.ones([64, 64])).graph)
 
 
+def test_arguments_of_unknown_shape_do_no_harm_where_it_does_not_matter() -> None:
+    with tf.Graph().as_default() as graph:
+        x = tf.compat.v1.placeholder(tf.float32, [64, 64])
+        training = tf.compat.v1.placeholder(tf.bool)
+        h = tf.tanh(x)
+        h = tf.cond(training, lambda: tf.sin(h), lambda: h)
+        loss = tf.reduce_sum(tf.cos(h))
+        gradients = tf.gradients(loss, [x])
+    assert "Tanh" in kinds(capture(graph, [loss], gradients).graph)
+
+
 def test_a_data_set_without_a_fixed_batch_names_the_iterator() -> None:
     w = weight(64, 64)
     iterator = iter(tf.data.Dataset.from_tensors(tf.ones([64])).repeat(5).batch(2))

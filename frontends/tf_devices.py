@@ -1,0 +1,41 @@
+"""Which device the operations of a TensorFlow graph are for."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+
+class Devices:
+    """Bytes written per device, by the operations' device strings."""
+
+    def __init__(self) -> None:
+        self._parsed: dict[str, str] = {}
+        self._bytes: dict[str, int] = {}
+
+    def _of(self, op: tf.Operation) -> str:
+        text = op.device
+        found = self._parsed.get(text)
+        if found is None:
+            spec = tf.DeviceSpec.from_string(text)
+            kind = spec.device_type or _default_device_type()
+            self._parsed[text] = found = f"/device:{kind}:{spec.device_index or 0}"
+        return found
+
+    def add(self, op: tf.Operation, size: int) -> None:
+        """Count `size` bytes for the device of `op`."""
+        device = self._of(op)
+        self._bytes[device] = self._bytes.get(device, 0) + size
+
+    def main(self) -> str:
+        """The device with the most bytes ("/device:CPU:0"), or TensorFlow's default."""
+        if not self._bytes:
+            return f"/device:{_default_device_type()}:0"
+        return max(self._bytes, key=lambda d: self._bytes[d])
+
+    def same(self, op: tf.Operation, device: str) -> bool:
+        """Whether `op` is for `device`."""
+        return self._of(op) == device
+
+
+def _default_device_type() -> str:
+    return "GPU" if tf.config.list_logical_devices("GPU") else "CPU"
