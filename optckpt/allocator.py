@@ -62,7 +62,6 @@ class Allocator:
         # Variables in the order of the graph, made from temporaries of the same size or not.
         yield _Chunks.holding(held, self.region)
         if not self.region:
-            yield _Chunks.holding([], 0)
             yield _Chunks.holding(sorted(held), 0)
             yield _Chunks.holding(held, 0, temporaries=True)
 
