@@ -112,6 +112,10 @@ class _Worker:
         pickle.dump(request, self.process.stdin, protocol=pickle.HIGHEST_PROTOCOL)
         self.process.stdin.flush()
 
+    def answered(self) -> bool:
+        assert self.process.stdout is not None
+        return bool(select.select([self.process.stdout], [], [], 0.0)[0])
+
     def receive(self, timeout: float) -> dict[str, Any] | None:
         """The reply, or None if there is none within `timeout` seconds."""
         assert self.process.stdout is not None
@@ -177,6 +181,11 @@ class Solve:
         except BaseException:
             self.cancel()
             raise
+
+    def ready(self) -> bool:
+        """Whether `result` would return at once."""
+        worker = self._worker
+        return worker is None or worker.answered()
 
     def result(self) -> MipResult:
         """Wait for the solver.

@@ -135,7 +135,7 @@ def _evaluate(  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True)
 def _anneal(  # type: ignore[no-untyped-def]
-    start, length, budget, iterations, hot, cold, price, seed, capacity, known,
+    start, length, budget, iterations, hot, cold, price, rate, seed, capacity, known,
     read_start, reads, write_start, writes, take_start, takes,
     workspace, cost, repeatable, size, producer,
 ):  # fmt: skip
@@ -197,9 +197,9 @@ def _anneal(  # type: ignore[no-untyped-def]
         new_length = length
         kind = np.random.random()
         if n_bad > 0:
-            price *= 1.0003
+            price *= 1.0 + rate
         else:
-            price *= 0.9997
+            price *= 1.0 - rate
         if kind < 0.1 and n_again > 0:
             # Remove one re-execution.
             s = again[np.random.randint(n_again)]
@@ -390,11 +390,13 @@ def anneal(
     ratio = (cold / hot) ** (1.0 / parts)
     mean = 1.0 / max(1, len(arrays.cost))
     price *= mean
+    # Short runs have to make up their minds sooner.
+    rate = max(3e-4, 8.0 / iterations)
     for k in range(parts):
         start = hot * mean * ratio**k
         try:
             found, cost, last, price = _anneal(
-                last, len(last), budget, -(-iterations // parts), start, start * ratio, price,
+                last, len(last), budget, -(-iterations // parts), start, start * ratio, price, rate,
                 (seed * 1009 + k) % 2**31, 2 * len(last) + 64, known, *flat,
             )  # fmt: skip
         except SystemError as e:

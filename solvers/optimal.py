@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from optckpt.graph import TrainingGraph
 from optckpt.schedule import Certificate, Schedule, Solution, Status
@@ -33,8 +34,8 @@ logger = logging.getLogger("optckpt.solvers.optimal")
 
 NEW_CUTS = 3
 """Cuts added per round; more make the relaxation grow faster than its bound."""
-FIRST_TRY = 4000
-"""Moves of the annealing that looks for a first schedule."""
+FIRST_TRIES = (3000, 10_000, 30_000)
+"""Moves of the annealings that look for a first schedule."""
 EXHAUSTIVE = 12
 """Graphs with at most so many buffers are searched exhaustively if the cuts do not settle them."""
 LAST_TRIES = 6
@@ -98,13 +99,21 @@ class _Search:
     cuts: set[int] = field(default_factory=set)
     moments: set[tuple[int, int]] = field(default_factory=set)
     rounds: int = 0
-    _arrays: Arrays | None = None
+    tries: int = 0
+    effort: int = 10_000
+    """Moves per annealing in this round."""
+    spare: list[int] | None = None
+    """A cheaper schedule found in spare time; see `improve_while`."""
+    spare_cost: float = float("inf")
 
-    @property
+    @cached_property
     def arrays(self) -> Arrays:
-        if self._arrays is None:
-            self._arrays = to_arrays(self.problem)
-        return self._arrays
+        return to_arrays(self.problem)
+
+    @cached_property
+    def base(self) -> list[int]:
+        """The plain step."""
+        return list(range(self.problem.n))
 
     @property
     def tolerance(self) -> float:
@@ -139,29 +148,51 @@ class _Search:
             self.bound = min(bound, self.best_cost)
             self.report()
 
-    def improve(
-        self, sequence: Sequence[int], iterations: int, seed: int, *, hot: float, cold: float
-    ) -> None:
+    def improve(self, sequence: Sequence[int], iterations: int, hot: float) -> None:
         """Anneal from `sequence` and offer what comes out."""
+        self.tries += 1
         found = anneal(
             self.arrays,
             sequence,
             self.budget,
-            iterations=iterations,
+            # A small graph is soon searched through.
+            iterations=min(iterations, 300 * self.problem.n),
             hot=hot,
-            cold=cold,
-            seed=self.options.seed * 7919 + seed,
+            seed=self.options.seed * 7919 + self.tries,
             known=self.best_cost,
             stop=lambda: self.remaining() <= 0,
         )
         if found.best is not None:
             self.offer(found.best)
 
+    def improve_while(self, run: engine.Solve) -> None:
+        """Anneal until the solver answers.
+
+        How far that gets depends on the machine's speed, so what it finds is put aside, to be
+        used only when the time limit ends the search: whatever ends before it is repeatable.
+        """
+        k = 0
+        while not run.ready() and self.remaining() > 0:
+            k += 1
+            known = min(self.best_cost, self.spare_cost)
+            warm = self.spare or self.best
+            found = anneal(
+                self.arrays,
+                self.base if k % 2 or warm is None else warm,
+                self.budget,
+                iterations=60_000,
+                hot=3.0 if k % 2 or warm is None else 1.0,
+                seed=self.options.seed * 7919 + 1_000_000 + 1000 * self.rounds + k,
+                known=known,
+                stop=lambda: run.ready() or self.remaining() <= 0,
+            )
+            if found.best is not None:
+                self.spare, self.spare_cost = found.best, found.cost
+
     def run(self) -> Status:
-        base = list(range(self.problem.n))
-        if not self.first_bound(base):
+        if not self.first_bound():
             return "infeasible"
-        sequence = base
+        sequence = self.base
         while True:
             if self.closed():
                 return "optimal"
@@ -179,11 +210,18 @@ class _Search:
             sequence = decode(self.problem, choice)
             self.offer(sequence)
             if not self.closed():
-                self.improve(sequence, 20_000, 3 * self.rounds, hot=0.3, cold=0.01)
+                self.improve(sequence, self.effort, hot=1.0)
+        return self.out_of_time()
+
+    def out_of_time(self) -> Status:
+        if self.spare is not None:
+            self.offer(self.spare)
+        if self.closed():
+            return "optimal"
         return "stopped" if self.best is None else "feasible"
 
-    def first_bound(self, base: Sequence[int]) -> bool:
-        """A first schedule by annealing `base`, and the loss cut meanwhile.
+    def first_bound(self) -> bool:
+        """A first schedule by annealing the plain step, and the loss cut meanwhile.
 
         Returns False if the loss cut proves that no schedule fits.
         """
@@ -194,7 +232,9 @@ class _Search:
             gap=self.tolerance / 4,
         )
         try:
-            self.improve(base, FIRST_TRY, 1, hot=1.0, cold=0.1)
+            for iterations in FIRST_TRIES:
+                if self.best is None:
+                    self.improve(self.base, iterations, hot=3.0)
             if run is None:
                 return True
             result = run.result()
@@ -221,13 +261,12 @@ class _Search:
             self.exact = found[1]
             self.best_cost = self.bound = simulate(self.graph, found[1]).overhead
             return "optimal"
-        base = list(range(self.problem.n))
-        for k in range(1_000_000):
-            if self.remaining() <= 0 or (self.best is not None and k >= LAST_TRIES):
-                break
-            start = base if self.best is None or k % 2 else self.best
-            self.improve(start, 100_000, 1000 + k, hot=3.0, cold=0.01)
-        return "stopped" if self.best is None else "feasible"
+        k = 0
+        while self.remaining() > 0 and (self.best is None or k < LAST_TRIES):
+            warm = k % 2 and self.best is not None
+            self.improve(self.best if warm and self.best else self.base, 100_000, hot=3.0)
+            k += 1
+        return self.out_of_time()
 
     def solve_round(self) -> Choice | None:
         """Solve the relaxation for the current cuts, annealing meanwhile.
@@ -240,6 +279,11 @@ class _Search:
         relaxation = build(
             self.problem, self.cuts, self.budget, moments=self.moments, cutoff=cutoff
         )
+        # Larger relaxations take longer, which leaves this process more time.
+        self.effort = 10_000 * min(self.rounds, 5) + 6 * len(relaxation.model.cost)
+        alone = self.options.threads == 1
+        if alone:
+            self.anneal_round()
         run = engine.Solve(
             relaxation.model,
             time_limit=max(0.1, self.remaining()),
@@ -247,9 +291,9 @@ class _Search:
             seed=self.options.seed,
         )
         try:
-            start = self.best if self.best is not None else list(range(self.problem.n))
-            iterations = 20_000 + 10 * len(relaxation.model.cost)
-            self.improve(start, iterations, 3 * self.rounds + 1, hot=1.0, cold=0.01)
+            if not alone:
+                self.anneal_round()
+                self.improve_while(run)
             result = run.result()
         finally:
             run.cancel()
@@ -263,6 +307,11 @@ class _Search:
             return None
         self.raise_bound(min(result.bound / STEP, cutoff))
         return None if result.values is None else read_choice(relaxation, result.values)
+
+    def anneal_round(self) -> None:
+        self.improve(self.base, self.effort, hot=3.0)
+        if self.best is not None:
+            self.improve(self.best, self.effort, hot=1.0)
 
     def add_cuts(self, sequence: Sequence[int]) -> bool:
         """Cut where `sequence` exceeds the budget most; False if there is nothing to add."""
@@ -278,9 +327,12 @@ class _Search:
             if is_original:
                 before = o
             previous.append(before)
-        added = 0
+        # Neighbouring positions have much the same in memory; one cut will do for both.
+        apart = self.problem.n // 40
+        fresh: list[int] = []
+        moments = 0
         for s in excess:
-            if added == NEW_CUTS:
+            if len(fresh) + moments == NEW_CUTS:
                 break
             o = sequence[s]
             if original[s]:
@@ -289,21 +341,18 @@ class _Search:
                 wanted = [previous[s] + 1, previous[s]]
             for cut in wanted:
                 if cut not in self.cuts:
-                    self.cuts.add(cut)
-                    added += 1
+                    if all(abs(cut - other) > apart for other in fresh):
+                        fresh.append(cut)
                     break
             else:
                 if not original[s] and (previous[s], o) not in self.moments:
                     self.moments.add((previous[s], o))
-                    added += 1
-        if not added:
-            original_use = sorted(
-                (-b, o) for b, o, f in zip(use, sequence, original, strict=True) if f
-            )
-            fresh = [o for _, o in original_use if o not in self.cuts]
-            self.cuts.update(fresh[:NEW_CUTS])
-            added = len(fresh)
-        return added > 0
+                    moments += 1
+        if not fresh and not moments:
+            ranked = sorted((-b, o) for b, o, f in zip(use, sequence, original, strict=True) if f)
+            fresh = [o for _, o in ranked if o not in self.cuts][:NEW_CUTS]
+        self.cuts.update(fresh)
+        return bool(fresh or moments)
 
     def solution(self, status: Status) -> Solution:
         seconds = self.elapsed()
