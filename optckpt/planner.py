@@ -44,8 +44,9 @@ def make_plan(
     plain = _judge(graph, Schedule.base(graph), allocator)
     limit = None if budget is None else Budget.parse(budget).resolve(plain.reported)
     floor = static_floor(graph)
+    started = time.perf_counter()
     target, solution = _solve(graph, limit, strategy, options, margin, allocator, plain, floor)
-    cert = solution.certificate
+    cert = replace(solution.certificate, seconds=time.perf_counter() - started)
     if solution.schedule is None:
         assert limit is not None
         setter = (
@@ -138,6 +139,8 @@ def _solve(
         if target < floor.bytes:
             break
         left = options.time_limit - (time.perf_counter() - started)
+        if left < _LEAST_TIME * options.time_limit and best is not None and not best[0][0]:
+            break
         limited = replace(options, time_limit=max(left, _LEAST_TIME * options.time_limit))
         solution = solve(graph, target, strategy, limited)
         if solution.schedule is None or solution.certificate.status == "over-budget":
@@ -147,9 +150,13 @@ def _solve(
         rank = (excess, judged.overhead)
         if best is None or rank < best[0]:
             best = (rank, target, solution)
-        if not excess:
+        spare = allowed - judged.reported
+        if excess:
+            target -= max(excess, limit // 500)
+        elif allocator is None or target >= allowed or spare < _SPARE * limit:
             break
-        target -= max(excess, limit // 500)
+        else:
+            target = min(allowed, target + spare * 3 // 4)
     if best is not None:
         # Perhaps above the budget as reported; the live bytes are not.
         return best[1], best[2]
@@ -162,6 +169,8 @@ _ROUGH_TIME = 0.15
 _LEAST_TIME = 0.1
 """Share of the time limit that a further round gets if the time is up."""
 _ROUNDS = 4
+_SPARE = 0.01
+"""Share of the budget that is worth another round if the allocator leaves it unused."""
 
 
 def check_fits(plan: Plan) -> Plan:
