@@ -74,7 +74,7 @@ def test_below_the_floor_the_operation_is_named():
 
 
 def test_infeasible_above_the_static_floor():
-    with pytest.raises(InfeasibleBudgetError, match=r"proven by the solver in 2\.5 s"):
+    with pytest.raises(InfeasibleBudgetError, match=r"proven by the solver in \d"):
         make_plan(GRAPH, FLOOR.bytes, without_schedule("infeasible"))
 
 
