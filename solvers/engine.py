@@ -5,8 +5,14 @@ Abseil), can be killed when a solver overruns its time limit or the user presses
 leaves this process free to search meanwhile. It is started once and used again; models
 travel as plain lists.
 
-MathOpt is the way in: building the model proto from flat lists takes a tenth of the time of
-building expressions, and HiGHS and SCIP are both behind it.
+MathOpt with HiGHS is the way in, by measurement with OR-Tools 9.15 on the relaxations of
+`stage_cuts`. From flat lists, a model of 18,000 nonzeros takes MathOpt about 5 ms and ModelBuilder's
+proto about 11 ms; neither counts beside the solve. ModelBuilder and the linear-solver wrapper do
+not pass HiGHS a bound on its sub-MIPs, and their request interface refuses it. HiGHS and SCIP
+prove the same bounds in times within a factor of two of each other (U-Net, 6 cuts: 5.3 s and
+5.4 s; 4-block transformer, 9 cuts: 15.7 s and 7.2 s; ResNet-50, 9 cuts: 22 s and over 25 s;
+CIFAR ResNet, 9 cuts: 1.7 s and 6.3 s), HiGHS ahead where the models are large; both solve on one
+thread. CP-SAT stalls on them.
 """
 
 from __future__ import annotations

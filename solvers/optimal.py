@@ -327,8 +327,9 @@ class _Search:
             if is_original:
                 before = o
             previous.append(before)
-        # Neighbouring positions have much the same in memory; one cut will do for both.
-        apart = self.problem.n // 40
+        # Neighbouring positions have much the same in memory, so that one cut does for both;
+        # but some bounds need the very peak's neighbours. Taking turns was best on the whole.
+        apart = self.problem.n // 40 if self.rounds % 2 else 0
         fresh: list[int] = []
         moments = 0
         for s in excess:
