@@ -5,14 +5,13 @@ Abseil), can be killed when a solver overruns its time limit or the user presses
 leaves this process free to search meanwhile. It is started once and used again; models
 travel as plain lists.
 
-MathOpt with HiGHS is the way in, by measurement with OR-Tools 9.15 on the relaxations of
-`stage_cuts`. From flat lists, a model of 18,000 nonzeros takes MathOpt about 5 ms and ModelBuilder's
-proto about 11 ms; neither counts beside the solve. ModelBuilder and the linear-solver wrapper do
-not pass HiGHS a bound on its sub-MIPs, and their request interface refuses it. HiGHS and SCIP
-prove the same bounds in times within a factor of two of each other (U-Net, 6 cuts: 5.3 s and
-5.4 s; 4-block transformer, 9 cuts: 15.7 s and 7.2 s; ResNet-50, 9 cuts: 22 s and over 25 s;
-CIFAR ResNet, 9 cuts: 1.7 s and 6.3 s), HiGHS ahead where the models are large; both solve on one
-thread. CP-SAT stalls on them.
+MathOpt with HiGHS is the way in, by measurement with OR-Tools 9.15. Handing over 18,000
+nonzeros as flat lists takes MathOpt about 5 ms (ModelBuilder's proto, row by row: 11 ms), which
+is nothing beside the solve; MathOpt lets HiGHS' options through, and ModelBuilder's requests were
+refused for HiGHS and SCIP alike. On the relaxations of `stage_cuts` the two proved the same
+bounds within a factor of four in time, either way (U-Net, 6 cuts: HiGHS 5.3 s, SCIP 5.4 s;
+4-block transformer, 9 cuts: 15.7 s and 7.2 s; ResNet-50, 6 cuts: 1.9 s and 3.6 s; CIFAR ResNet,
+9 cuts: 1.7 s and 6.3 s). Both keep to one thread.
 """
 
 from __future__ import annotations
