@@ -36,7 +36,7 @@ NEW_CUTS = 3
 """Cuts added per round; more make the relaxation grow faster than its bound."""
 FIRST_TRIES = (3000, 10_000, 30_000)
 """Moves of the annealings that look for a first schedule."""
-EXHAUSTIVE = 12
+EXHAUSTIVE = 16
 """Graphs with at most so many buffers are searched exhaustively if the cuts do not settle them."""
 LAST_TRIES = 6
 """Annealings from an incumbent that no cut can help to judge."""
