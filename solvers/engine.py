@@ -98,6 +98,8 @@ class _Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=env,
+            # Ctrl-C in a terminal is for the caller alone.
+            start_new_session=True,
         )
         self.owner = os.getpid()
 

@@ -5,7 +5,8 @@ executed: what is read lives as long as that needs. The search therefore only re
 inserts re-executions, and judges a sequence by its extra time plus a price on bytes above the
 budget. Results that nobody reads are not executed again (dead re-executions drop out by
 themselves). The inner loop is compiled by numba; an evaluation takes 5-40 microseconds for
-500-2000 executions, a hundredth of what the interpreter needs, and the compiled code is cached.
+500-2000 executions, a hundredth of what the interpreter needs, and the compiled code is cached: only the very
+first call after installation spends some seconds on compiling.
 """
 
 from __future__ import annotations
@@ -67,7 +68,16 @@ def to_arrays(problem: Problem) -> Arrays:
     )
 
 
-@numba.njit(cache=True)
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile at the first call; keep the machine code on disk where there is a place for it."""
+    try:
+        compiled: Callable[..., Any] = numba.njit(cache=True)(function)
+    except RuntimeError:
+        compiled = numba.njit(function)
+    return compiled
+
+
+@_compiled
 def _evaluate(  # type: ignore[no-untyped-def]
     sequence, length, budget, use, alive, wanted, first,
     read_start, reads, write_start, writes, take_start, takes,
@@ -133,7 +143,7 @@ def _evaluate(  # type: ignore[no-untyped-def]
     return extra, excess
 
 
-@numba.njit(cache=True)
+@_compiled
 def _anneal(  # type: ignore[no-untyped-def]
     start, length, budget, iterations, hot, cold, price, rate, seed, capacity, known,
     read_start, reads, write_start, writes, take_start, takes,
