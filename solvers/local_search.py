@@ -5,8 +5,8 @@ executed: what is read lives as long as that needs. The search therefore only re
 inserts re-executions, and judges a sequence by its extra time plus a price on bytes above the
 budget. Results that nobody reads are not executed again (dead re-executions drop out by
 themselves). The inner loop is compiled by numba; an evaluation takes 5-40 microseconds for
-500-2000 executions, a hundredth of what the interpreter needs, and the compiled code is cached: only the very
-first call after installation spends some seconds on compiling.
+500-2000 executions, a hundredth of what the interpreter needs. The compiled code is cached: only
+the very first call after installation spends some seconds on compiling.
 """
 
 from __future__ import annotations
