@@ -73,12 +73,27 @@ class Capture:
     from the buffer's own tensor to this one), for every tensor in a buffer's memory."""
     outputs: tuple[tf.Tensor, ...]
     """The tensors that must be in memory at the end: losses, gradients, what is kept."""
+    ignored: tuple[tuple[tf.Operation, int], ...]
+    """(operation, input index) of inputs that a kernel ignores; the rewrite empties them."""
+    plain_reads: tuple[tuple[int, int], ...]
+    """(operation of the graph, buffer) that these inputs read where nothing is rewritten."""
     resident_blocks: tuple[int, ...]
     """Bytes of each variable, input and constant that the step finds in memory."""
     count_from: int
     """Blocks smaller than this many bytes are not counted by the device's allocator."""
     chain_from: int
     """Operations on tensors smaller than this many bytes are left to themselves."""
+
+    def plain(self, graph: TrainingGraph) -> TrainingGraph:
+        """`graph` (this one, or with costs) as TensorFlow runs it where nothing is rewritten."""
+        more: dict[int, list[int]] = {}
+        for u, b in self.plain_reads:
+            more.setdefault(u, []).append(b)
+        operations = list(graph.operations)
+        for u, buffers in more.items():
+            op = operations[u]
+            operations[u] = replace(op, reads=(*op.reads, *buffers))
+        return replace(graph, operations=tuple(operations))
 
     def buffers_of(self, tensors: Iterable[tf.Tensor]) -> tuple[int, ...]:
         """The buffers that hold `tensors`; tensors that are always kept have none."""
@@ -240,6 +255,8 @@ class _Build:
         self.resident: set[int] = set()
         self.resident_sizes: dict[object, int] = {}
         self.small_sizes: list[int] = []
+        self.ignored: list[tuple[tf.Operation, int]] = []
+        self.plain_reads: list[tuple[int, int]] = []
         self.tensors: list[tf.Tensor] = []
         self.buffer_sizes: list[int] = []
         self.producer: list[int] = []
@@ -316,11 +333,22 @@ class _Build:
     def _reads(self, group: tuple[tf.Operation, ...]) -> tuple[int, ...]:
         found: dict[int, None] = {}
         for op in group:
-            if op.type not in tf_ops.METADATA:
-                for t in op.inputs:
-                    if id(t) in self.views:
-                        found[self.views[id(t)][0]] = None
+            if op.type in tf_ops.METADATA:
+                continue
+            ignored = tf_ops.ignored_input(op) if self._is_ours(op) else None
+            for i, t in enumerate(op.inputs):
+                if id(t) not in self.views:
+                    continue
+                if i == ignored:
+                    self.ignored.append((op, i))
+                    self.plain_reads.append((len(self.units), self.views[id(t)][0]))
+                else:
+                    found[self.views[id(t)][0]] = None
         return tuple(found)
+
+    def _is_ours(self, op: tf.Operation) -> bool:
+        """Whether the rewrite may redirect the inputs of `op`."""
+        return op not in self.outside and op._get_control_flow_context() is self.context
 
     def _touches_large(self, group: tuple[tf.Operation, ...]) -> bool:
         return any(
@@ -357,8 +385,7 @@ class _Build:
     ) -> None:
         u = len(self.units)
         outside = group[0] in self.outside
-        same_context = all(op._get_control_flow_context() is self.context for op in group)
-        movable = not outside and same_context
+        movable = all(self._is_ours(op) for op in group)
         if not movable and reads:
             # The inputs are not redirected: what they are must not be made again before.
             latest = max(deps)
@@ -483,6 +510,8 @@ class _Build:
             internal=tuple(internal),
             views=self.views,
             outputs=outputs,
+            ignored=tuple(self.ignored),
+            plain_reads=tuple(self.plain_reads),
             resident_blocks=tuple(self.resident_sizes.values()),
             count_from=count_from,
             chain_from=self.sizes.chain_from,

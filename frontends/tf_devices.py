@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from optckpt.frontends.tf_ops import default_device_type
+
 
 class Devices:
     """Bytes written per device, by the operations' device strings."""
@@ -17,7 +19,7 @@ class Devices:
         found = self._parsed.get(text)
         if found is None:
             spec = tf.DeviceSpec.from_string(text)
-            kind = spec.device_type or _default_device_type()
+            kind = spec.device_type or default_device_type("")
             self._parsed[text] = found = f"/device:{kind}:{spec.device_index or 0}"
         return found
 
@@ -29,13 +31,9 @@ class Devices:
     def main(self) -> str:
         """The device with the most bytes ("/device:CPU:0"), or TensorFlow's default."""
         if not self._bytes:
-            return f"/device:{_default_device_type()}:0"
+            return f"/device:{default_device_type('')}:0"
         return max(self._bytes, key=lambda d: self._bytes[d])
 
     def same(self, op: tf.Operation, device: str) -> bool:
         """Whether `op` is for `device`."""
         return self._of(op) == device
-
-
-def _default_device_type() -> str:
-    return "GPU" if tf.config.list_logical_devices("GPU") else "CPU"

@@ -253,9 +253,27 @@ def batch_norm_reserve(op: tf.Operation) -> int:
     seen in the allocator's list of chunks). Otherwise it is empty on a CPU and small on a GPU.
     """
     users = op.outputs[0].consumers()
-    if "GPU" in op.device.upper() or len(users) != 1 or not fused_partner(op):
+    if default_device_type(op.device) != "CPU" or len(users) != 1 or not fused_partner(op):
         return 0
     return (_count(op.outputs[0]) or 0) // 2
+
+
+def ignored_input(op: tf.Operation) -> int | None:
+    """Index of an input that the operation's kernel does not look at, though it holds memory.
+
+    The gradient of batch normalisation on a CPU ignores the third reserve space: with an empty
+    tensor in its place the gradients are the same in every bit (a test repeats the comparison).
+    """
+    if op.type != "FusedBatchNormGradV3":
+        return None
+    source = op.inputs[5].op
+    return 5 if source.type == "FusedBatchNormV3" and batch_norm_reserve(source) else None
+
+
+def default_device_type(device: str) -> str:
+    """The device type ("CPU", "GPU") of a device string, or TensorFlow's default if it has none."""
+    kind = tf.DeviceSpec.from_string(device).device_type
+    return kind or ("GPU" if tf.config.list_logical_devices("GPU") else "CPU")
 
 
 def _count(tensor: tf.Tensor) -> int | None:

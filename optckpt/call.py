@@ -275,6 +275,7 @@ def _plan_and_rewrite(
                 _solve_options(settings, found, checkpoints),
                 margin=settings.memory.margin,
                 allocator=allocator_of(found),
+                plain_graph=found.plain(graph),
             )
         )
     else:

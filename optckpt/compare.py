@@ -144,14 +144,15 @@ def compare(
         sent = settings.model_dump(mode="json", exclude_unset=False)
         with StepProcess(show) as process:
             process.ask("load", config=sent)
-            traced = process.ask("capture", path=str(work / "graph.json"))
-        graph = TrainingGraph.load(work / "graph.json")
+            graph_file, plain_file = work / "graph.json", work / "plain.json"
+            traced = process.ask("capture", path=str(graph_file), plain_path=str(plain_file))
+        graph, plain = TrainingGraph.load(graph_file), TrainingGraph.load(plain_file)
         known = traced["allocator"]
         allocator = None if known is None else Allocator.from_json(known)
-        base = Schedule.base(graph)
-        plain_peak = simulate(graph, base).peak
+        base = Schedule.base(plain)
+        plain_peak = simulate(plain, base).peak
         if allocator is not None:
-            plain_peak = max(plain_peak, allocator.peak(graph, base))
+            plain_peak = max(plain_peak, allocator.peak(plain, base))
         limit = int(traced["limit"]) if parsed is None else parsed.resolve(plain_peak)
         result = Comparison(
             model=settings.model.model_dump(mode="json"),

@@ -64,8 +64,11 @@ class _Session:
         self.function = self._traced(compute)
         return {"seconds": time.perf_counter() - begin}
 
-    def capture(self, path: str) -> dict[str, Any]:
-        """Trace the plain step, measure its costs, save the TrainingGraph under `path`."""
+    def capture(self, path: str, plain_path: str) -> dict[str, Any]:
+        """Trace the plain step, measure its costs, save two TrainingGraphs.
+
+        One to plan under `path`, and the step before any rewriting under `plain_path`.
+        """
         from optckpt import device
         from optckpt.call import allocator_of, capture_gradients, measure
 
@@ -81,7 +84,9 @@ class _Session:
         traced = time.perf_counter()
         found = seen[0]
         graph = measure(found, self.config, progress=_report_costs)
-        replace(graph, name=self.model.name).save(path)
+        graph = replace(graph, name=self.model.name)
+        graph.save(path)
+        found.plain(graph).save(plain_path)
         allocator = allocator_of(found)
         return {
             "allocator": None if allocator is None else allocator.to_json(),

@@ -26,6 +26,7 @@ def make_plan(
     *,
     margin: float = 0.0,
     allocator: Allocator | None = None,
+    plain_graph: TrainingGraph | None = None,
 ) -> Plan:
     """Plan `graph` under `budget` (peak bytes, resident included; None: no limit).
 
@@ -33,6 +34,9 @@ def make_plan(
     solver's target is lowered until its schedule fits as reported. `margin` is a fraction of the
     budget held back besides. Both are given up where the plain step fits the budget, or where no
     schedule is found within what is left.
+
+    `plain_graph` is the step before any rewriting, if that is another graph (with the same
+    operations): the plain peak is its peak.
 
     The plan may exceed the budget if the strategy is a heuristic; its certificate then says
     "over-budget", and `check_fits` raises.
@@ -42,7 +46,10 @@ def make_plan(
         BudgetError: if the solver stopped before it found a schedule.
     """
     plain = _judge(graph, Schedule.base(graph), allocator)
-    limit = None if budget is None else Budget.parse(budget).resolve(plain.reported)
+    plain_peak = plain.reported
+    if plain_graph is not None:
+        plain_peak = _judge(plain_graph, Schedule.base(plain_graph), allocator).reported
+    limit = None if budget is None else Budget.parse(budget).resolve(plain_peak)
     floor = static_floor(graph)
     started = time.perf_counter()
     target, solution = _solve(graph, limit, strategy, options, margin, allocator, plain, floor)
@@ -80,7 +87,7 @@ def make_plan(
         strategy=cert.solver,
         budget=limit,
         target=target,
-        plain_peak=plain.reported,
+        plain_peak=plain_peak,
         predicted_peak=judged.reported,
         live_peak=judged.live,
         floor=floor.bytes,

@@ -71,6 +71,7 @@ def rewrite(capture: Capture, schedule: Schedule, *, scope: str = "optckpt") -> 
     edit = _plan(capture, schedule, scope)
     _check_acyclic(capture, edit)
     clones, edges = _apply(capture.tf_graph, edit)
+    _empty(capture)
     chain = [clones[n] if isinstance(n, int) else n for group in edit.chain for n in group]
     history = getattr(capture.tf_graph, HISTORY, None)
     if history is None:
@@ -341,6 +342,17 @@ def _apply(graph: tf.Graph, edit: _Edit) -> tuple[list[tf.Operation], int]:
                 node._add_control_inputs(new)
                 edges += len(new)
     return clones, edges
+
+
+def _empty(capture: Capture) -> None:
+    """Give inputs that a kernel ignores an empty tensor, so that they hold no memory."""
+    made: dict[tuple[tf.DType, str], tf.Tensor] = {}
+    for op, i in capture.ignored:
+        key = (op.inputs[i].dtype, op.device)
+        if key not in made:
+            with capture.tf_graph.as_default(), tf.control_dependencies(None), tf.device(op.device):
+                made[key] = tf.constant([], op.inputs[i].dtype, name="optckpt/empty")
+        op._update_input(i, made[key])
 
 
 def _protect(graph: tf.Graph, chain: Sequence[tf.Operation]) -> None:
