@@ -59,11 +59,13 @@ class Allocator:
 
     def _histories(self) -> Iterator[_Chunks]:
         held = [size for size in self.held if size >= self.smallest]
-        # Variables in the order of the graph, made from temporaries of the same size or not.
+        # Variables in the order of the graph, made from temporaries of the same size or not;
+        # perhaps something else came first, and something small has stayed.
         yield _Chunks.holding(held, self.region)
         if not self.region:
             yield _Chunks.holding(sorted(held), 0)
             yield _Chunks.holding(held, 0, temporaries=True)
+            yield _Chunks.holding([_FIRST_REGION, *held, self.smallest], 0)
 
 
 def _replay(chunks: _Chunks, events: Sequence[tuple[int, int]]) -> int:

@@ -128,54 +128,71 @@ def _solve(
         return limit, solve(graph, limit, strategy, options)
     started = time.perf_counter()
     allowed = limit - int(margin * limit)
+    best: _Round | None = None
+    tried: set[int] = set()
     target = allowed
-    if allocator is not None:
-        # How much is lost to chunks is a matter of the schedule: a rough one tells.
-        rough = replace(
-            options,
-            gap=max(options.gap, _ROUGH_GAP),
-            time_limit=_ROUGH_TIME * options.time_limit,
-            progress=None,
-        )
-        solution = solve(graph, target, strategy, rough)
-        if solution.schedule is not None:
-            judged = _judge(graph, solution.schedule, allocator)
-            target -= max(0, judged.reported - judged.live)
-    best: tuple[tuple[int, float], int, Solution] | None = None
-    for _ in range(_ROUNDS):
-        if target < floor.bytes:
-            break
+    for share, gap in (*_ROUNDS, (1.0, 0.0)):
         left = options.time_limit - (time.perf_counter() - started)
-        if left < _LEAST_TIME * options.time_limit and best is not None and not best[0][0]:
+        if best is not None and left < _LEAST * options.time_limit:
             break
-        limited = replace(options, time_limit=max(left, _LEAST_TIME * options.time_limit))
+        last = gap == 0.0
+        if last and best is not None:
+            cert = best.solution.certificate
+            if best.excess or (cert.status != "feasible" and (cert.gap or 0.0) <= options.gap):
+                break
+            target = best.target
+        if target < floor.bytes or (target in tried and not last):
+            continue
+        tried.add(target)
+        limited = options
+        if allocator is not None:
+            limited = replace(
+                options,
+                gap=max(options.gap, gap),
+                time_limit=max(min(left, share * options.time_limit), _LEAST * options.time_limit),
+            )
         solution = solve(graph, target, strategy, limited)
         if solution.schedule is None or solution.certificate.status == "over-budget":
-            break
+            if best is None and target == allowed:
+                break
+            continue
         judged = _judge(graph, solution.schedule, allocator)
-        excess = max(0, judged.reported - allowed)
-        rank = (excess, judged.overhead)
-        if best is None or rank < best[0]:
-            best = (rank, target, solution)
-        spare = allowed - judged.reported
-        if excess:
-            target -= max(excess, limit // 500)
-        elif allocator is None or target >= allowed or spare < _SPARE * limit:
+        found = _Round(
+            max(0, judged.reported - allowed), judged.overhead, judged.reported, target, solution
+        )
+        if best is None or found.rank < best.rank:
+            best = found
+        if allocator is None or not judged.overhead:
             break
-        else:
-            target = min(allowed, target + spare * 3 // 4)
+        # How much is lost to chunks is a matter of the schedule; that of the next one may differ.
+        if found.excess:
+            target -= max(found.excess, limit // 500)
+        elif allowed - judged.reported > _SPARE * limit:
+            target = min(allowed, target + (allowed - judged.reported) * 3 // 5)
     if best is not None:
         # Perhaps above the budget as reported; the live bytes are not.
-        return best[1], best[2]
+        return best.target, best.solution
     return limit, solve(graph, limit, strategy, options)
 
 
-_ROUGH_GAP = 0.02
-_ROUGH_TIME = 0.15
-"""Share of the time limit for the rough schedule."""
-_LEAST_TIME = 0.1
-"""Share of the time limit that a further round gets if the time is up."""
-_ROUNDS = 4
+@dataclass(frozen=True, slots=True)
+class _Round:
+    excess: int
+    """Bytes that the allocator reports beyond what is allowed."""
+    overhead: float
+    reported: int
+    target: int
+    solution: Solution
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        return (self.excess, self.overhead)
+
+
+_ROUNDS = ((0.15, 0.02), (0.25, 0.005), (0.25, 0.005), (0.25, 0.005))
+"""Share of the time limit and least gap of each round in which the target is adjusted."""
+_LEAST = 0.1
+"""Share of the time limit below which no further round is begun."""
 _SPARE = 0.01
 """Share of the budget that is worth another round if the allocator leaves it unused."""
 
