@@ -126,53 +126,68 @@ def _solve(
     options = options or SolveOptions()
     if limit is None or plain.reported <= limit or limit < floor.bytes:
         return limit, solve(graph, limit, strategy, options)
+    if allocator is None:
+        allowed = limit - int(margin * limit)
+        solution = solve(graph, allowed, strategy, options)
+        if solution.certificate.status in ("optimal", "feasible"):
+            return allowed, solution
+        return limit, solve(graph, limit, strategy, options)
+    best = _adjusted(graph, limit, strategy, options, margin, allocator, floor)
+    if best is None:
+        return limit, solve(graph, limit, strategy, options)
+    # Perhaps above the budget as reported; the live bytes are not.
+    cert = best.solution.certificate
+    if cert.status == "optimal" and cert.gap is not None and cert.gap > options.gap:
+        cert = replace(cert, status="feasible")
+    return best.target, replace(best.solution, certificate=cert)
+
+
+def _adjusted(
+    graph: TrainingGraph,
+    limit: int,
+    strategy: str | Strategy,
+    options: SolveOptions,
+    margin: float,
+    allocator: Allocator,
+    floor: Floor,
+) -> _Round | None:
+    """The best of several rounds, between which the target follows what the allocator reports.
+
+    How much is lost to chunks is a matter of the schedule: one more round at a slightly other
+    target may lose less. None if the first round found nothing.
+    """
     started = time.perf_counter()
     allowed = limit - int(margin * limit)
     best: _Round | None = None
-    tried: set[int] = set()
-    target = allowed
-    for share, gap in (*_ROUNDS, (1.0, 0.0)):
+    target, tried = allowed, set[int]()
+    for k in range(_ROUNDS):
         left = options.time_limit - (time.perf_counter() - started)
-        if best is not None and left < _LEAST * options.time_limit:
+        if target < floor.bytes or target in tried or (k and left < _LEAST * options.time_limit):
             break
-        last = gap == 0.0
-        if last and best is not None:
-            cert = best.solution.certificate
-            if best.excess or (cert.status != "feasible" and (cert.gap or 0.0) <= options.gap):
-                break
-            target = best.target
-        if target < floor.bytes or (target in tried and not last):
-            continue
         tried.add(target)
-        limited = options
-        if allocator is not None:
-            limited = replace(
-                options,
-                gap=max(options.gap, gap),
-                time_limit=max(min(left, share * options.time_limit), _LEAST * options.time_limit),
-            )
-        solution = solve(graph, target, strategy, limited)
-        if solution.schedule is None or solution.certificate.status == "over-budget":
-            if best is None and target == allowed:
-                break
-            continue
-        judged = _judge(graph, solution.schedule, allocator)
-        found = _Round(
-            max(0, judged.reported - allowed), judged.overhead, judged.reported, target, solution
+        limited = replace(
+            options,
+            gap=options.gap if k else max(options.gap, _ROUGH_GAP),
+            time_limit=min(max(left, 0.1), (_SHARE if k else _ROUGH_SHARE) * options.time_limit),
         )
+        solution = solve(graph, target, strategy, limited)
+        cert = solution.certificate
+        if solution.schedule is None or cert.status == "over-budget":
+            break
+        judged = _judge(graph, solution.schedule, allocator)
+        spare = allowed - judged.reported
+        found = _Round(max(0, -spare), judged.overhead, target, solution)
         if best is None or found.rank < best.rank:
             best = found
-        if allocator is None or not judged.overhead:
+        if spare < 0:
+            target -= max(-spare if k == 0 else -spare // 2, limit // 500)
+        elif spare > _SPARE * limit and target < allowed:
+            target = min(allowed, target + spare * 3 // 5)
+        elif k == 0 and cert.gap is not None and cert.gap > options.gap:
+            target -= 1  # the same again, exactly
+        else:
             break
-        # How much is lost to chunks is a matter of the schedule; that of the next one may differ.
-        if found.excess:
-            target -= max(found.excess, limit // 500)
-        elif allowed - judged.reported > _SPARE * limit:
-            target = min(allowed, target + (allowed - judged.reported) * 3 // 5)
-    if best is not None:
-        # Perhaps above the budget as reported; the live bytes are not.
-        return best.target, best.solution
-    return limit, solve(graph, limit, strategy, options)
+    return best
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +195,6 @@ class _Round:
     excess: int
     """Bytes that the allocator reports beyond what is allowed."""
     overhead: float
-    reported: int
     target: int
     solution: Solution
 
@@ -189,8 +203,10 @@ class _Round:
         return (self.excess, self.overhead)
 
 
-_ROUNDS = ((0.15, 0.02), (0.25, 0.005), (0.25, 0.005), (0.25, 0.005))
-"""Share of the time limit and least gap of each round in which the target is adjusted."""
+_ROUNDS = 12
+_ROUGH_GAP = 0.02
+_ROUGH_SHARE, _SHARE = 0.15, 0.3
+"""Share of the time limit for the first, rough round and for each of the others."""
 _LEAST = 0.1
 """Share of the time limit below which no further round is begun."""
 _SPARE = 0.01

@@ -10,12 +10,14 @@ limit, then with the best schedule and bound so far.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from optckpt.errors import OptckptError
 from optckpt.graph import TrainingGraph
 from optckpt.schedule import Certificate, Schedule, Solution, Status
 from optckpt.simulate import simulate
@@ -23,6 +25,7 @@ from optckpt.solvers import engine
 from optckpt.solvers.brute_force import cheapest
 from optckpt.solvers.decode import decode
 from optckpt.solvers.floor import static_floor
+from optckpt.solvers.heuristics import chen_greedy, griewank, speed, sqrt_n
 from optckpt.solvers.local_search import Arrays, anneal, to_arrays
 from optckpt.solvers.loss_cut import start_loss_cut
 from optckpt.solvers.preprocess import Problem, preprocess
@@ -36,6 +39,8 @@ NEW_CUTS = 3
 """Cuts added per round; more make the relaxation grow faster than its bound."""
 FIRST_TRIES = (3000, 10_000, 30_000)
 """Moves of the annealings that look for a first schedule."""
+HEURISTIC_SECONDS = 0.3
+"""Time for each heuristic that is tried for an incumbent."""
 EXHAUSTIVE = 16
 """Graphs with at most so many buffers are searched exhaustively if the cuts do not settle them."""
 LAST_TRIES = 6
@@ -72,7 +77,7 @@ def optimal(graph: TrainingGraph, budget: int | None, options: SolveOptions) -> 
     try:
         status = search.run()
     except KeyboardInterrupt:
-        if search.best is None:
+        if not search.found:
             raise
         status = "feasible"
     return search.solution(status)
@@ -94,7 +99,7 @@ class _Search:
     any_order: float = 0.0
     """A bound that holds for any order of the base operations."""
     exact: Schedule | None = None
-    """Found by exhaustive search; takes the place of `best`."""
+    """Found by exhaustive search or by a heuristic; takes the place of `best`."""
     seconds_first: float | None = None
     cuts: set[int] = field(default_factory=set)
     moments: set[tuple[int, int]] = field(default_factory=set)
@@ -127,22 +132,47 @@ class _Search:
     def remaining(self) -> float:
         return self.options.time_limit + self.compiling - self.elapsed()
 
+    @property
+    def found(self) -> bool:
+        """Whether there is a schedule that fits."""
+        return self.best is not None or self.exact is not None
+
     def closed(self) -> bool:
-        return self.best is not None and self.best_cost - self.bound <= self.tolerance
+        return self.found and self.best_cost - self.bound <= self.tolerance
 
     def report(self) -> None:
         if self.options.progress is not None:
-            incumbent = None if self.best is None else self.best_cost
+            incumbent = self.best_cost if self.found else None
             self.options.progress(Progress(self.elapsed(), incumbent, self.bound))
 
     def offer(self, sequence: Sequence[int]) -> None:
         """Take `sequence` as incumbent if it fits and is cheaper."""
         price = cost(self.problem, sequence)
         if price < self.best_cost and max(profile(self.problem, sequence)) <= self.budget:
-            if self.best is None:
+            if not self.found:
                 self.seconds_first = self.elapsed()
-            self.best, self.best_cost = list(sequence), price
+            self.best, self.best_cost, self.exact = list(sequence), price, None
             self.report()
+
+    def offer_heuristics(self) -> None:
+        """Take the best schedule of the literature's rules as incumbent if it is cheaper.
+
+        They know low peaks on chains that annealing does not find.
+        """
+        limited = replace(self.options, time_limit=HEURISTIC_SECONDS, progress=None)
+        for strategy in (chen_greedy, sqrt_n, speed, griewank):
+            with contextlib.suppress(OptckptError):
+                solution = strategy(self.graph, self.budget + self.graph.resident, limited)
+                cert = solution.certificate
+                if (
+                    cert.status == "feasible"
+                    and cert.cost is not None
+                    and cert.cost < self.best_cost
+                ):
+                    if not self.found:
+                        self.seconds_first = self.elapsed()
+                    self.exact, self.best_cost = solution.schedule, cert.cost
+                    self.report()
 
     def raise_bound(self, bound: float) -> None:
         if bound > self.bound:
@@ -209,7 +239,7 @@ class _Search:
                 break
             choice = self.solve_round()
             if choice is None:
-                if self.best is None and self.bound == float("inf"):
+                if not self.found and self.bound == float("inf"):
                     return "infeasible"
                 if self.closed():
                     return "optimal"
@@ -225,7 +255,7 @@ class _Search:
             self.offer(self.spare)
         if self.closed():
             return "optimal"
-        return "stopped" if self.best is None else "feasible"
+        return "feasible" if self.found else "stopped"
 
     def first_bound(self) -> bool:
         """A first schedule by annealing the plain step, and the loss cut meanwhile.
@@ -242,6 +272,7 @@ class _Search:
             for iterations in FIRST_TRIES:
                 if self.best is None:
                     self.improve(self.base, iterations, hot=3.0)
+            self.offer_heuristics()
             if run is None:
                 return True
             result = run.result()
@@ -269,7 +300,7 @@ class _Search:
             self.best_cost = self.bound = simulate(self.graph, found[1]).overhead
             return "optimal"
         k = 0
-        while self.remaining() > 0 and (self.best is None or k < LAST_TRIES):
+        while self.remaining() > 0 and (not self.found or k < LAST_TRIES):
             warm = k % 2 and self.best is not None
             self.improve(self.best if warm and self.best else self.base, 100_000, hot=3.0)
             k += 1
