@@ -255,6 +255,10 @@ class _Build:
         self.resident: set[int] = set()
         self.resident_sizes: dict[object, int] = {}
         self.small_sizes: list[int] = []
+        self.references: set[int] = set()
+        self.constants: set[int] = set()
+        self.folds: set[tf.Operation] = set()
+        self.folded: list[tf.Tensor] = []
         self.ignored: list[tuple[tf.Operation, int]] = []
         self.plain_reads: list[tuple[int, int]] = []
         self.tensors: list[tf.Tensor] = []
@@ -289,7 +293,7 @@ class _Build:
                 self._add_resident(op)
                 self._pass_on(op, deps)
                 return
-            if self._add_view(op):
+            if self._add_view(op) or self._add_constant(op):
                 self._pass_on(op, deps)
                 return
         reads = self._reads(group)
@@ -308,6 +312,10 @@ class _Build:
     def _add_resident(self, op: tf.Operation) -> None:
         for t in op.outputs:
             self.resident.add(id(t))
+            if t.dtype._is_ref_dtype:
+                self.references.add(id(t))
+            if op.type == "Const":
+                self.constants.add(id(t))
             handle = op.inputs[0] if op.type == "ReadVariableOp" else t
             while handle.op.type == "Identity":
                 handle = handle.op.inputs[0]
@@ -328,6 +336,24 @@ class _Build:
                 self.views[id(out)] = (b, (*chain, (op, i, o)))
             elif id(source) in self.resident:
                 self.resident.add(id(out))
+                if id(source) in self.references:
+                    self.references.add(id(out))
+                if id(source) in self.constants:
+                    self.constants.add(id(out))
+        return True
+
+    def _add_constant(self, op: tf.Operation) -> bool:
+        """Count what the executor computes once, before the first step, and keeps."""
+        if not tf_ops.is_foldable(op) or any(id(t) not in self.constants for t in op.inputs):
+            return False
+        if any(self.sizes.exact(t) > tf_ops.LARGEST_FOLDED for t in op.outputs):
+            return False
+        for t in op.outputs:
+            self.constants.add(id(t))
+            self.resident.add(id(t))
+            if self.sizes.large(t):
+                self.folded.append(t)
+        self.folds.add(op)
         return True
 
     def _reads(self, group: tuple[tf.Operation, ...]) -> tuple[int, ...]:
@@ -412,7 +438,7 @@ class _Build:
                 writes=tuple(range(first, len(self.tensors))),
                 inplace=self._inplace(group, writes),
                 forward=forward,
-                repeatable=forward and movable and all(tf_ops.is_pure(op) for op in group),
+                repeatable=forward and movable and all(self._may_be_repeated(op) for op in group),
                 after=tuple(sorted(deps - {self.producer[b] for b in reads})),
             )
         )
@@ -421,6 +447,10 @@ class _Build:
         self.chained.append(movable and all(tf_ops.can_wait(op) for op in group))
         for op in group:
             self.waits[op] = frozenset((u,))
+
+    def _may_be_repeated(self, op: tf.Operation) -> bool:
+        # A reference variable may have been changed in place by the time.
+        return tf_ops.is_pure(op) and not any(id(t) in self.references for t in op.inputs)
 
     def _inplace(self, group: tuple[tf.Operation, ...], writes: list[tf.Tensor]) -> tuple[int, ...]:
         if len(group) > 1 or not writes:
@@ -445,6 +475,11 @@ class _Build:
         held = tuple(dict.fromkeys(self.views[id(t)][0] for t in outputs if id(t) in self.views))
         # Whoever holds an output holds the tensor of the original execution.
         self.pinned.update(self.producer[b] for b in held)
+        members = set(self.members)
+        for t in self.folded:
+            # Of a chain of constants only the last is kept.
+            if any(c in members and c not in self.folds for c in t.consumers()):
+                self.resident_sizes[id(t)] = self.sizes.exact(t)
         elsewhere = [not self.devices.same(ops[0], device) for ops in self.units]
 
         def graph(count_from: int) -> tuple[TrainingGraph, list[int]]:

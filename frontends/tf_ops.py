@@ -130,6 +130,15 @@ def is_control_flow_v1(op: tf.Operation) -> bool:
     return op.type in _CONTROL_FLOW_V1
 
 
+LARGEST_FOLDED = 10 * 1024 * 1024
+"""Bytes up to which TensorFlow replaces what is computed from constants by a constant."""
+
+
+def is_foldable(op: tf.Operation) -> bool:
+    """Whether the executor computes the operation in advance if all its inputs are constants."""
+    return bool(op.inputs) and not op.control_inputs and op.type not in _CALLS and is_pure(op)
+
+
 def is_opaque(dtype: tf.DType) -> bool:
     """Whether tensors of this type hold handles, strings or references rather than numbers."""
     return dtype in _OPAQUE or dtype._is_ref_dtype
@@ -218,7 +227,7 @@ def fused_partner(op: tf.Operation) -> list[tf.Operation]:
     """Operations that oneDNN's layout pass could merge with `op`, `op` being the first of the two.
 
     Conv2D + BiasAdd, BiasAddGrad + Conv2DBackpropFilter of the same incoming gradient, and
-    Pad + Conv2D; only in float32. Also FusedBatchNormV3 + Relu in training, which the graph
+    Pad + Conv2D; in float types. Also FusedBatchNormV3 + Relu in training, which the graph
     optimiser merges. Candidates in creation order; each is of another type.
     """
     if op.type == "Conv2D":
@@ -235,7 +244,7 @@ def fused_partner(op: tf.Operation) -> list[tf.Operation]:
         source = op.inputs[0]
     else:
         return []
-    if op.outputs[0].dtype != tf.float32:
+    if op.outputs[0].dtype not in (tf.float32, tf.bfloat16, tf.half):
         return []
     found = {
         c

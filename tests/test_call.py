@@ -364,13 +364,13 @@ class TestCheckpoints:
 
         def run_v1(call):
             with tf.Graph().as_default() as graph, tf.compat.v1.Session() as session:
-                y = tf.constant(x_value)
+                y = x = tf.compat.v1.placeholder(tf.float32, x_value.shape)
                 ws = [tf.constant(v) for v in values]
                 for i, w in enumerate(ws):
                     y = tf.tanh(y @ w)
                     if i == 4:
                         tf.compat.v1.add_to_collection("checkpoints", y)
-                grads = session.run(call(tf.reduce_sum(y * y), ws))
+                grads = session.run(call(tf.reduce_sum(y * y), ws), {x: x_value})
                 return grads, [op.name for op in graph.get_operations()]
 
         expected, _ = run_v1(tf.gradients)

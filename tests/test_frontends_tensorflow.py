@@ -56,8 +56,9 @@ def test_a_dense_layer_becomes_operations_and_buffers() -> None:
     assert not graph.operations[-1].repeatable
     assert found.device == "/device:CPU:0"
     assert found.tensors[tanh.writes[0]].op.type == "Tanh"
-    # x, w, and next to nothing of small tensors.
-    assert 0 <= graph.resident - (32 * 64 + 64 * 128) * 4 < 1024
+    # x, w, the sum's gradient (all ones, which TensorFlow makes a constant), and next to nothing
+    # of small tensors.
+    assert 0 <= graph.resident - (32 * 64 + 64 * 128 + 32 * 128) * 4 < 1024
     assert len(found.units) == len(found.chained) == len(graph.operations)
     assert found.buffers_of([found.tensors[1], *found.outputs]) == (1, *graph.outputs)
 
@@ -80,7 +81,8 @@ def test_a_variable_counts_once_however_often_it_is_read() -> None:
         [w],
         tf.ones([256, 256]),
     )
-    assert 0 <= found.graph.resident - 2 * 256 * 256 * 4 < 4096
+    # The argument, the variable, and the constant gradient of the sum.
+    assert 0 <= found.graph.resident - 3 * 256 * 256 * 4 < 4096
     assert not any("ReadVariableOp" in k for k in kinds(found.graph))
 
 
@@ -94,8 +96,9 @@ def test_small_blocks_count_where_nothing_else_would() -> None:
     assert small.count_from == 0
     big = captured(model, [w], tf.ones([4096, 64]))
     assert big.count_from == CPU_COUNT_FROM
-    # The gradient of w and w itself are below what the CPU allocator counts.
-    assert big.graph.resident == 4096 * 64 * 4
+    # The gradient of w and w itself are below what the CPU allocator counts. The gradient of the
+    # sum is a constant as large as the argument.
+    assert big.graph.resident == 2 * 4096 * 64 * 4
     assert {b.size for b in big.graph.buffers} == {0, 4096 * 64 * 4}
     everything = captured(model, [w], tf.ones([4096, 64]), count_from=0)
     assert everything.graph.resident >= (4096 * 64 + 64 * 64) * 4
@@ -369,9 +372,10 @@ def test_what_may_be_repeated() -> None:
 
     def model(x: tf.Tensor) -> tf.Tensor:
         h = tf.tanh(x @ w)
+        seed = tf.cast(x[0, :2], tf.int32)
         parts = [
             tf.random.uniform([64, 64], name="uniform") * h,
-            tf.random.stateless_uniform([64, 64], [1, 2], name="stateless") * h,
+            tf.random.stateless_uniform([64, 64], seed, name="stateless") * h,
             pure(h),
             random(h),
             tf.reshape(tf.py_function(tf.sin, [h], tf.float32), [64, 64]),
@@ -704,3 +708,29 @@ def test_nothing_in_the_graph_is_changed() -> None:
     before = state()
     assert kinds(capture(graph, [loss], gradients).graph)[0] == "Tanh"
     assert state() == before
+
+
+def test_what_is_computed_from_constants_is_resident_once() -> None:
+    w = weight(64, 64)
+
+    def model(x: tf.Tensor) -> tf.Tensor:
+        mask = tf.sqrt(tf.fill([4096, 64], 2.0) * 3.0)
+        return tf.reduce_sum(tf.tanh(x @ w) * mask)
+
+    found = captured(model, [w], tf.ones([4096, 64]))
+    assert not {"Fill", "Sqrt"} & set(kinds(found.graph))
+    # Argument, mask and the constant gradient of the sum; not what the mask is made from.
+    assert found.graph.resident == 3 * MIB
+
+
+def test_readers_of_a_reference_variable_are_not_repeated() -> None:
+    # An optimizer changes such a variable in place, perhaps before the repetition.
+    with tf.Graph().as_default() as graph:
+        x = tf.compat.v1.placeholder(tf.float32, [64, 64])
+        w = tf.compat.v1.get_variable("w", [64, 64], use_resource=False)
+        y = tf.tanh(tf.matmul(x, w))
+        loss = tf.reduce_sum(tf.tanh(tf.sin(y)))
+        found = capture(graph, [loss], tf.gradients(loss, [w]))
+    repeatable = {op.kind: op.repeatable for op in found.graph.operations if op.forward}
+    assert repeatable["MatMul"] is False
+    assert repeatable["Sin"] is True
