@@ -410,9 +410,12 @@ def anneal(
                 (seed * 1009 + k) % 2**31, 2 * len(last) + 64, known, *flat,
             )  # fmt: skip
         except SystemError as e:
-            # An interrupt during compiled code surfaces as the cause of this error.
-            if isinstance(e.__cause__, KeyboardInterrupt):
-                raise e.__cause__ from None
+            # An interrupt during compiled code surfaces as the root of a chain of these errors.
+            root: BaseException | None = e
+            while isinstance(root, SystemError):
+                root = root.__cause__
+            if isinstance(root, KeyboardInterrupt):
+                raise root from None
             raise
         if len(found):
             best, known = found.tolist(), float(cost)
