@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from optckpt.budget import Budget
-from optckpt.errors import OptckptError
+from optckpt.errors import BudgetError, InfeasibleBudgetError, OptckptError, OverBudgetError
 from optckpt.graph import Buffer, Operation, TrainingGraph
 from optckpt.planner import make_plan
 from optckpt.schedule import Certificate, Plan, Schedule
@@ -29,10 +29,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Budget",
+    "BudgetError",
     "Buffer",
     "Certificate",
+    "InfeasibleBudgetError",
     "Operation",
     "OptckptError",
+    "OverBudgetError",
     "Plan",
     "Schedule",
     "Simulation",

@@ -160,9 +160,11 @@ def _adjusted(
     allowed = limit - int(margin * limit)
     best: _Round | None = None
     target, tried = allowed, set[int]()
+    # No schedule is known at `low`; there is one at `high`, if any round has found one.
+    low, high = floor.bytes - 1, allowed + 1
     for k in range(_ROUNDS):
         left = options.time_limit - (time.perf_counter() - started)
-        if target < floor.bytes or target in tried or (k and left < _LEAST * options.time_limit):
+        if target <= low or target in tried or (k and left < _LEAST * options.time_limit):
             break
         tried.add(target)
         limited = replace(
@@ -173,14 +175,20 @@ def _adjusted(
         solution = solve(graph, target, strategy, limited)
         cert = solution.certificate
         if solution.schedule is None or cert.status == "over-budget":
-            break
+            if best is None:
+                break
+            low = target
+            target = (low + high) // 2
+            continue
+        high = min(high, target)
         judged = _judge(graph, solution.schedule, allocator)
         spare = allowed - judged.reported
         found = _Round(max(0, -spare), judged.overhead, target, solution)
         if best is None or found.rank < best.rank:
             best = found
         if spare < 0:
-            target -= max(-spare if k == 0 else -spare // 2, limit // 500)
+            lower = target - max(-spare if k == 0 else -spare // 2, limit // 500)
+            target = max(lower, (low + target) // 2)
         elif spare > _SPARE * limit and target < allowed:
             target = min(allowed, target + spare * 3 // 5)
         elif k == 0 and cert.gap is not None and cert.gap > options.gap:
