@@ -339,7 +339,6 @@ def _checkpoint_strategy(checkpoints: Checkpoints | None) -> str | None:
 def _solve_options(
     settings: Config, found: Capture, checkpoints: Checkpoints | None
 ) -> SolveOptions:
-    solver = settings.solver
     kept = None
     if checkpoints is not None and checkpoints not in ("memory", "speed"):
         if isinstance(checkpoints, str):
@@ -352,13 +351,7 @@ def _solve_options(
         else:
             tensors = [_tensor(found, t) for t in checkpoints]
         kept = found.buffers_of(tensors)
-    return SolveOptions(
-        time_limit=solver.time_limit,
-        gap=solver.gap,
-        seed=solver.seed,
-        threads=solver.threads,
-        checkpoints=kept,
-    )
+    return replace(settings.solve_options(), checkpoints=kept)
 
 
 def _tensor(found: Capture, checkpoint: Any) -> tf.Tensor:

@@ -8,6 +8,7 @@ from pathlib import Path
 import tensorflow as tf
 
 from optckpt.allocator import Allocator
+from optckpt.frontends.tensorflow import CPU_COUNT_FROM
 
 
 def memory_limit(device: str) -> int:
@@ -44,14 +45,9 @@ def allocator(device: str, count_from: int, held: tuple[int, ...]) -> Allocator 
             tf.config.list_physical_devices("GPU")[0]
         )
         return Allocator(region=0 if growing else _allocator_limit(device), held=held)
-    if count_from != CPU_SMALLEST:
+    if count_from != CPU_COUNT_FROM:
         return None
-    return Allocator(smallest=CPU_SMALLEST, held=held)
-
-
-CPU_SMALLEST = 256 * 1024
-"""Smaller blocks come from malloc, and TensorFlow's CPU allocator (oneDNN build) does not count
-them."""
+    return Allocator(smallest=CPU_COUNT_FROM, held=held)
 
 
 def _allocator_limit(device: str) -> int:
