@@ -22,10 +22,9 @@ from optckpt.config import Config, find_config
 from optckpt.errors import BudgetError, InfeasibleBudgetError, OptckptError
 from optckpt.graph import TrainingGraph
 from optckpt.interruption import interruption
-from optckpt.planner import make_plan
+from optckpt.planner import make_plan, plain_peak
 from optckpt.report.progress import describe
-from optckpt.schedule import Plan, Schedule
-from optckpt.simulate import simulate
+from optckpt.schedule import Plan
 from optckpt.solvers import registry
 from optckpt.solvers.floor import static_floor
 from optckpt.step_process import StepError, StepProcess
@@ -149,16 +148,13 @@ def compare(
         graph, plain = TrainingGraph.load(graph_file), TrainingGraph.load(plain_file)
         known = traced["allocator"]
         allocator = None if known is None else Allocator.from_json(known)
-        base = Schedule.base(plain)
-        plain_peak = simulate(plain, base).peak
-        if allocator is not None:
-            plain_peak = max(plain_peak, allocator.peak(plain, base))
-        limit = int(traced["limit"]) if parsed is None else parsed.resolve(plain_peak)
+        peak = plain_peak(plain, allocator)
+        limit = int(traced["limit"]) if parsed is None else parsed.resolve(peak)
         result = Comparison(
             model=settings.model.model_dump(mode="json"),
             device=str(traced["device"]),
             budget=limit,
-            plain_peak=plain_peak,
+            plain_peak=peak,
             floor=static_floor(graph).bytes,
             operations=len(graph.operations),
             plain_seconds=None,
@@ -170,8 +166,8 @@ def compare(
         rows = [
             Row(
                 PLAIN,
-                "feasible" if plain_peak <= limit else "over-budget",
-                predicted_peak=plain_peak,
+                "feasible" if peak <= limit else "over-budget",
+                predicted_peak=peak,
                 predicted_overhead=0.0,
                 re_executions=0,
             )

@@ -46,10 +46,8 @@ def make_plan(
         BudgetError: if the solver stopped before it found a schedule.
     """
     plain = _judge(graph, Schedule.base(graph), allocator)
-    plain_peak = plain.reported
-    if plain_graph is not None:
-        plain_peak = _judge(plain_graph, Schedule.base(plain_graph), allocator).reported
-    limit = None if budget is None else Budget.parse(budget).resolve(plain_peak)
+    peak = plain.reported if plain_graph is None else plain_peak(plain_graph, allocator)
+    limit = None if budget is None else Budget.parse(budget).resolve(peak)
     floor = static_floor(graph)
     started = time.perf_counter()
     target, solution = _solve(graph, limit, strategy, options, margin, allocator, plain, floor)
@@ -87,7 +85,7 @@ def make_plan(
         strategy=cert.solver,
         budget=limit,
         target=target,
-        plain_peak=plain_peak,
+        plain_peak=peak,
         predicted_peak=judged.reported,
         live_peak=judged.live,
         floor=floor.bytes,
@@ -110,6 +108,11 @@ def _judge(graph: TrainingGraph, schedule: Schedule, allocator: Allocator | None
     result = simulate(graph, schedule)
     reported = 0 if allocator is None else allocator.peak(graph, schedule)
     return _Judged(result.peak, max(result.peak, reported), result.overhead)
+
+
+def plain_peak(graph: TrainingGraph, allocator: Allocator | None = None) -> int:
+    """Peak bytes of the plain step, resident included, as `make_plan` predicts it."""
+    return _judge(graph, Schedule.base(graph), allocator).reported
 
 
 def _solve(
