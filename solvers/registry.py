@@ -6,13 +6,13 @@ A strategy is a function of graph, budget (peak bytes, resident included; None: 
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from optckpt.errors import OptckptError
 from optckpt.graph import TrainingGraph
+from optckpt.registry import Registry
 from optckpt.schedule import Solution
 from optckpt.simulate import simulate
 
@@ -52,39 +52,35 @@ class Strategy(Protocol):
     ) -> Solution: ...
 
 
-# name -> "module:function", imported when first used, so that OR-Tools loads only when needed.
-_BUILT_IN = {
-    "optimal": "optckpt.solvers.optimal:optimal",
-    "milp": "optckpt.solvers.milp:milp",
-    "store_all": "optckpt.solvers.heuristics:store_all",
-    "sqrt_n": "optckpt.solvers.heuristics:sqrt_n",
-    "chen_greedy": "optckpt.solvers.heuristics:chen_greedy",
-    "speed": "optckpt.solvers.heuristics:speed",
-    "griewank": "optckpt.solvers.heuristics:griewank",
-    "explicit": "optckpt.solvers.heuristics:explicit",
-}
-_registered: dict[str, Strategy] = {}
+# Imported when first used, so that OR-Tools loads only when needed.
+_strategies: Registry[Strategy] = Registry(
+    "strategy",
+    {
+        "optimal": "optckpt.solvers.optimal:optimal",
+        "milp": "optckpt.solvers.milp:milp",
+        "store_all": "optckpt.solvers.heuristics:store_all",
+        "sqrt_n": "optckpt.solvers.heuristics:sqrt_n",
+        "chen_greedy": "optckpt.solvers.heuristics:chen_greedy",
+        "speed": "optckpt.solvers.heuristics:speed",
+        "griewank": "optckpt.solvers.heuristics:griewank",
+        "explicit": "optckpt.solvers.heuristics:explicit",
+    },
+)
 
 
 def names() -> list[str]:
     """All known strategy names, built-in ones first."""
-    return [*_BUILT_IN, *(n for n in _registered if n not in _BUILT_IN)]
+    return _strategies.names()
 
 
 def register(name: str, strategy: Strategy) -> None:
     """Add a strategy, or replace one, under `name` for this process."""
-    _registered[name] = strategy
+    _strategies.register(name, strategy)
 
 
 def get(name: str) -> Strategy:
     """The strategy called `name`. Raises OptckptError listing the known names."""
-    if name in _registered:
-        return _registered[name]
-    if name not in _BUILT_IN:
-        raise OptckptError(f"unknown strategy {name!r}; known: {', '.join(names())}")
-    module, function = _BUILT_IN[name].split(":")
-    strategy: Strategy = getattr(importlib.import_module(module), function)
-    return strategy
+    return _strategies.get(name)
 
 
 def solve(

@@ -44,7 +44,7 @@ def test_registered_model_is_used(monkeypatch):
     def half(capture, options):
         return [Cost(0.5, 7)] * len(capture.graph.operations)
 
-    monkeypatch.setattr("optckpt.costs.registry._registered", {})
+    monkeypatch.setattr("optckpt.costs.registry._models._registered", {})
     costs.register("half", half)
     assert costs.names() == ["measured", "flops", "unit", "half"]
     for model in ("half", half):

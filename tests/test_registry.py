@@ -1,7 +1,10 @@
+import sys
+
 import pytest
 
 from optckpt.errors import OptckptError, ScheduleError
 from optckpt.frontends import synthetic
+from optckpt.registry import Registry
 from optckpt.schedule import Certificate, Schedule, Solution
 from optckpt.simulate import simulate
 from optckpt.solvers import registry
@@ -20,7 +23,7 @@ def strategy(schedule, status="feasible", cost=0.0):
 
 @pytest.fixture(autouse=True)
 def no_lasting_registration(monkeypatch):
-    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(registry._strategies, "_registered", {})
 
 
 def test_built_in_names():
@@ -43,6 +46,25 @@ def test_users_add_and_replace_strategies():
     register("sqrt_n", mine)
     assert get("sqrt_n") is mine
     assert names().count("sqrt_n") == 1
+
+
+@pytest.mark.parametrize("name", ["", 3, None])
+def test_names_are_texts(name):
+    with pytest.raises(OptckptError, match="the name of a strategy is a text, got"):
+        register(name, strategy(PLAIN))
+
+
+def test_built_in_ones_are_imported_when_first_used(tmp_path, monkeypatch):
+    (tmp_path / "late_module.py").write_text("thing = 7\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    things: Registry[int] = Registry("thing", {"late": "late_module:thing"})
+    assert "late_module" not in sys.modules
+    assert things.get("late") == 7
+    things.register("other", 8)
+    assert things.names() == ["late", "other"]
+    assert Registry("thing", {}).names() == []
+    with pytest.raises(OptckptError, match="unknown thing 'lat'; known: late, other"):
+        things.get("lat")
 
 
 def test_options_reach_the_strategy():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, Protocol
 from optckpt.costs.cache import Cost, CostCache, default_cache
 from optckpt.errors import OptckptError
 from optckpt.graph import TrainingGraph
+from optckpt.registry import Registry
 
 ProgressCallback = Callable[[int, int, str], None]
 """Called with operations done, operations in all, and the name of the operation at hand."""
@@ -49,13 +49,15 @@ class CostModel(Protocol):
     def __call__(self, capture: Captured, options: CostOptions) -> Sequence[Cost]: ...
 
 
-# name -> "module:function", imported when first used, so that TensorFlow loads only when needed.
-_BUILT_IN = {
-    "measured": "optckpt.costs.measured:measured",
-    "flops": "optckpt.costs.flops:flops",
-    "unit": "optckpt.costs.unit:unit",
-}
-_registered: dict[str, CostModel] = {}
+# Imported when first used, so that TensorFlow loads only when needed.
+_models: Registry[CostModel] = Registry(
+    "cost model",
+    {
+        "measured": "optckpt.costs.measured:measured",
+        "flops": "optckpt.costs.flops:flops",
+        "unit": "optckpt.costs.unit:unit",
+    },
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,23 +71,17 @@ DEFAULT_CACHE = _Default()
 
 def names() -> list[str]:
     """All known cost models, built-in ones first."""
-    return [*_BUILT_IN, *(n for n in _registered if n not in _BUILT_IN)]
+    return _models.names()
 
 
 def register(name: str, model: CostModel) -> None:
     """Add a cost model, or replace one, under `name` for this process."""
-    _registered[name] = model
+    _models.register(name, model)
 
 
 def get(name: str) -> CostModel:
     """The cost model called `name`. Raises OptckptError listing the known names."""
-    if name in _registered:
-        return _registered[name]
-    if name not in _BUILT_IN:
-        raise OptckptError(f"unknown cost model {name!r}; known: {', '.join(names())}")
-    module, function = _BUILT_IN[name].split(":")
-    model: CostModel = getattr(importlib.import_module(module), function)
-    return model
+    return _models.get(name)
 
 
 def cost(
