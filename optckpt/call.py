@@ -6,6 +6,7 @@ capture -> measure -> solve -> simulate -> rewrite, each in its own module.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import sys
 import time
@@ -171,55 +172,26 @@ def patch(budget: Budget | int | float | str | None = None, **kwargs: Any) -> It
     is `gradients` with this budget and these keyword arguments; afterwards it is as before.
     """
 
-    def in_v2(
-        ys: Any,
-        xs: Any,
-        grad_ys: Any = None,
-        name: str = "gradients",
-        gate_gradients: bool = False,
-        aggregation_method: int | None = None,
-        stop_gradients: Any = None,
-        unconnected_gradients: tf.UnconnectedGradients = tf.UnconnectedGradients.NONE,
-    ) -> Any:
-        return in_v1(
-            ys, xs, grad_ys, name, True, gate_gradients, aggregation_method, stop_gradients,
-            unconnected_gradients,
-        )  # fmt: skip
+    def replacement(original: Callable[..., Any], **fixed: Any) -> Callable[..., Any]:
+        signature = inspect.signature(original)
 
-    def in_v1(
-        ys: Any,
-        xs: Any,
-        grad_ys: Any = None,
-        name: str = "gradients",
-        colocate_gradients_with_ops: bool = False,
-        gate_gradients: bool = False,
-        aggregation_method: int | None = None,
-        stop_gradients: Any = None,
-        unconnected_gradients: tf.UnconnectedGradients = tf.UnconnectedGradients.NONE,
-    ) -> Any:
-        return gradients(
-            ys,
-            xs,
-            grad_ys,
-            budget,
-            name=name,
-            colocate_gradients_with_ops=colocate_gradients_with_ops,
-            gate_gradients=gate_gradients,
-            aggregation_method=aggregation_method,
-            stop_gradients=stop_gradients,
-            unconnected_gradients=unconnected_gradients,
-            **kwargs,
-        )
+        @functools.wraps(original)
+        def budgeted(*args: Any, **given: Any) -> Any:
+            arguments = signature.bind(*args, **given).arguments
+            return gradients(budget=budget, **arguments, **fixed, **kwargs)
 
-    places: list[tuple[Any, Callable[..., Any]]] = [
-        (tf, in_v2),
-        (tf.compat.v1, in_v1),
-        (_gradients_module, in_v1),
+        return budgeted
+
+    # tf.gradients has no such argument; it always does what v1's does when told so.
+    places: list[tuple[Any, dict[str, Any]]] = [
+        (tf, {"colocate_gradients_with_ops": True}),
+        (tf.compat.v1, {}),
+        (_gradients_module, {}),
     ]
     before = [place.gradients for place, _ in places]
     try:
-        for place, replacement in places:
-            place.gradients = functools.wraps(place.gradients)(replacement)
+        for place, fixed in places:
+            place.gradients = replacement(place.gradients, **fixed)
         yield
     finally:
         for (place, _), original in zip(places, before, strict=True):

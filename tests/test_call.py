@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from optckpt.errors import (
     OverBudgetError,
     PlanError,
 )
+from optckpt.solvers.heuristics import store_all
 
 FLOPS = Config.model_validate({"costs": {"model": "flops"}, "memory": {"margin": 0.0}})
 X = tf.constant(np.random.default_rng(0).normal(size=(512, 64)).astype(np.float32))
@@ -394,6 +396,33 @@ class TestPatch:
         assert (tf.gradients, tf.compat.v1.gradients, module.gradients) == before
         plan = optckpt.last_plan()
         assert plan.budget == round(0.8 * plan.plain_peak)
+
+    def test_signatures_are_those_of_tensorflow(self):
+        before = [inspect.signature(f) for f in (tf.gradients, tf.compat.v1.gradients)]
+        seen = []
+
+        def keep_all(graph, budget, options):
+            seen.append(budget)
+            return store_all(graph, budget, options)
+
+        def call(ys, xs):
+            stops = [ys.op.inputs[0]]
+            assert tf.gradients(ys, xs, None, "g", False, None, stops) == [None] * len(xs)
+            assert tf.compat.v1.gradients(ys, xs, None, "g", True, False, None, stops) == [
+                None
+            ] * len(xs)
+            found = tf.gradients(name="mine", xs=xs, ys=ys)
+            assert {g.op.name.split("/")[0] for g in found} == {"mine"}
+            return found
+
+        with optckpt.patch(budget=1 << 40, config=FLOPS, strategy=keep_all):
+            patched = [inspect.signature(f) for f in (tf.gradients, tf.compat.v1.gradients)]
+            with optckpt.patch(budget=1 << 39, config=FLOPS, strategy=keep_all):
+                run(call, weights())
+            with pytest.raises(TypeError, match="colocate_gradients_with_ops"):
+                tf.gradients([], [], colocate_gradients_with_ops=True)
+        assert patched == before
+        assert set(seen) == {1 << 39}
 
     def test_restores_after_an_error(self):
         before = tf.gradients
