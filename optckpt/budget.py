@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import reprlib
 from dataclasses import dataclass
+from fractions import Fraction
 
 from optckpt.errors import BudgetError
 
@@ -13,6 +15,8 @@ _UNITS = {
     "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40,
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
+MOST_BYTES = 2**63 - 1
+"""The largest budget; more than any device has, and what 64 bits hold."""
 _PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*|%)\s*")
 
 
@@ -45,26 +49,26 @@ class Budget:
         if not isinstance(value, bool):
             if isinstance(value, int) or hasattr(value, "__index__"):
                 count = int(value)
-                if count > 0:
+                if 0 < count <= MOST_BYTES:
                     return cls(bytes=count)
             elif isinstance(value, float):
                 if 0 < value <= 1:
                     return cls(fraction=value)
-                if value > 1 and value.is_integer():
+                if 1 < value <= MOST_BYTES and value.is_integer():
                     return cls(bytes=int(value))
             elif isinstance(value, str):
                 match = _PATTERN.fullmatch(value)
                 if match:
-                    number, unit = float(match[1]), match[2].lower()
+                    number, unit = Fraction(match[1]), match[2].lower()
                     if unit == "%" and 0 < number <= 100:
-                        return cls(fraction=number / 100)
+                        return cls(fraction=float(number) / 100)
                     if not unit and "." in match[1] and 0 < number <= 1:
-                        return cls(fraction=number)
-                    if unit in _UNITS and number * _UNITS[unit] >= 1:
+                        return cls(fraction=float(number))
+                    if unit in _UNITS and 1 <= number * _UNITS[unit] <= MOST_BYTES:
                         return cls(bytes=int(number * _UNITS[unit]))
         raise BudgetError(
-            f"cannot read the budget {value!r}: give bytes (6442450944), a size with a unit "
-            '("6GiB", "500MB") or a share of the plain peak ("60%", 0.6)'
+            f"cannot read the budget {reprlib.repr(value)}: give bytes (6442450944), a size with "
+            'a unit ("6GiB", "500MB") or a share of the plain peak ("60%", 0.6)'
         )
 
 

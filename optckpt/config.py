@@ -13,7 +13,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WithJsonSchema,
+)
 from pydantic_core import ErrorDetails
 
 from optckpt.budget import Budget
@@ -42,6 +50,12 @@ def _check_strategy(value: Any) -> Any:
         raise ValueError(f"expected the name of a strategy, got {value!r}")
     if value not in known:
         raise ValueError(f"unknown strategy {value!r}; {_suggest(value, known)}")
+    return value
+
+
+def _check_some(value: tuple[str, ...]) -> tuple[str, ...]:
+    if not value:
+        raise ValueError(f"names no strategy; give one or more of {', '.join(registry.names())}")
     return value
 
 
@@ -114,14 +128,17 @@ Size = Annotated[
 class Section(BaseModel):
     """Base of all sections: immutable, no unknown keys, no silent conversion of types."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class SolverConfig(Section):
     """How long and how exactly to solve."""
 
     time_limit: float = Field(
-        default=30.0, gt=0, description="Seconds of wall time for one solve; the best found counts."
+        default=30.0,
+        gt=0,
+        le=registry.LONGEST_TIME_LIMIT,
+        description="Seconds of wall time for one solve; the best found counts.",
     )
     gap: float = Field(
         default=0.001,
@@ -131,7 +148,12 @@ class SolverConfig(Section):
             "time of the best possible."
         ),
     )
-    seed: int = Field(default=0, ge=0, description="Seed of the randomised parts of the search.")
+    seed: int = Field(
+        default=0,
+        ge=0,
+        le=registry.LARGEST_SEED,
+        description="Seed of the randomised parts of the search.",
+    )
     threads: int = Field(
         default=0, ge=0, description="Solver threads; 0: as many as the machine has, at most 8."
     )
@@ -194,9 +216,12 @@ class MemoryConfig(Section):
 class CompareConfig(Section):
     """What `optckpt compare` runs and how long it times."""
 
-    strategies: Annotated[tuple[StrategyName, ...], Field(strict=False, min_length=1)] = Field(
+    strategies: Annotated[
+        tuple[StrategyName, ...], Field(strict=False), AfterValidator(_check_some)
+    ] = Field(
         default=DEFAULT_STRATEGIES,
         description="Strategies to compare, in the order of the table's rows.",
+        json_schema_extra={"minItems": 1},
     )
     warmup: int = Field(
         default=2, ge=1, description="Steps of each strategy before peaks and times are taken."

@@ -14,8 +14,32 @@ KeyPath = tuple[str | int, ...]
 """Keys and list indices that lead to a place in the file."""
 
 
+MOST_NODES = 100_000
+"""Aliases of aliases can make a short text endless."""
+MOST_BITS = 1000
+"""Longer integers fit no float, and Python refuses to print some of them."""
+
+
 class _Loader(yaml.SafeLoader):
-    """Reads 1e-3 as a number, as YAML 1.2 does (PyYAML wants 1.0e-3)."""
+    """Reads 1e-3 as a number, as YAML 1.2 does (PyYAML wants 1.0e-3).
+
+    Scalars that cannot be read (`!!int x`) are errors with a line, as all others are.
+    """
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            value = super().construct_object(node, deep)
+        except (ValueError, LookupError, TypeError, AttributeError) as e:
+            kind = node.tag.rpartition(":")[2]
+            raise yaml.constructor.ConstructorError(
+                problem=f"{_shortened(str(node.value))!r} is no {kind}",
+                problem_mark=node.start_mark,
+            ) from e
+        if isinstance(value, int) and value.bit_length() > MOST_BITS:
+            raise yaml.constructor.ConstructorError(
+                problem="the number is too long", problem_mark=node.start_mark
+            )
+        return value
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -34,9 +58,10 @@ def read_yaml(text: str, source: str) -> tuple[dict[str, Any], dict[KeyPath, int
     Raises:
         ConfigError: "source:line: ..." if it is not YAML, not a mapping, or gives a key twice.
     """
-    loader = _Loader(text)
     lines: dict[KeyPath, int] = {}
+    loader = None
     try:
+        loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:
             return {}, lines
@@ -46,12 +71,16 @@ def read_yaml(text: str, source: str) -> tuple[dict[str, Any], dict[KeyPath, int
         mark = e.problem_mark or e.context_mark
         where = f"{source}:{mark.line + 1}" if mark else source
         raise ConfigError(f"{where}: not valid YAML: {e.problem or e.context}") from None
-    except ConfigError:
-        raise
-    except (yaml.YAMLError, ValueError, RecursionError) as e:
-        raise ConfigError(f"{source}: not valid YAML: {e}") from None
+    except yaml.reader.ReaderError as e:
+        line = text.count("\n", 0, e.position) + 1
+        raise ConfigError(
+            f"{source}:{line}: not valid YAML: character U+{ord(text[e.position]):04X}"
+        ) from None
+    except RecursionError:
+        raise ConfigError(f"{source}: not valid YAML: nested too deeply") from None
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
     if data is None:
         return {}, lines
     if not isinstance(data, dict):
@@ -67,6 +96,8 @@ def _walk(
 ) -> None:
     if id(node) in above:
         raise ConfigError(f"{source}:{node.start_mark.line + 1}: an alias contains itself")
+    if len(lines) > MOST_NODES:
+        raise ConfigError(f"{source}: more than {MOST_NODES} keys and items, aliases repeated")
     above = (*above, id(node))
     if isinstance(node, yaml.MappingNode):
         first: dict[str, int] = {}
@@ -110,5 +141,9 @@ def kind_of(value: Any) -> str:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return "a list"
     if isinstance(value, str):
-        return f"the text {value!r}"
-    return f"{value!r}"
+        return f"the text {_shortened(value)!r}"
+    return _shortened(repr(value))
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:40]}... ({len(text)} characters)"

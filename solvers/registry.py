@@ -6,9 +6,11 @@ A strategy is a function of graph, budget (peak bytes, resident included; None: 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from numbers import Integral, Real
+from typing import Any, Protocol
 
 from optckpt.errors import OptckptError
 from optckpt.graph import TrainingGraph
@@ -28,9 +30,19 @@ class Progress:
     """Proven lower bound, as a fraction of the plain step."""
 
 
+LONGEST_TIME_LIMIT = 1e6
+"""Seconds (eleven days); waiting functions of the system refuse much longer ones."""
+LARGEST_SEED = 2**31 - 1
+"""What the engines take."""
+
+
 @dataclass(frozen=True, slots=True)
 class SolveOptions:
-    """What a strategy may be told. Heuristics ignore what does not concern them."""
+    """What a strategy may be told. Heuristics ignore what does not concern them.
+
+    Raises:
+        OptckptError: on construction, if a number is none or out of range; names the option.
+    """
 
     time_limit: float = 30.0
     """Seconds of wall time."""
@@ -42,6 +54,28 @@ class SolveOptions:
     checkpoints: tuple[int, ...] | None = None
     """Buffers to keep, for the strategy `explicit`."""
     progress: Callable[[Progress], None] | None = None
+
+    def __post_init__(self) -> None:
+        for name, (kind, fits, what) in _NUMBERS.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, kind) or not fits(value):
+                raise OptckptError(f"{name} must be {what}, got {value!r}")
+
+
+_NUMBERS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
+    "time_limit": (
+        Real,
+        lambda value: 0 < value <= LONGEST_TIME_LIMIT,
+        f"a positive number of seconds, at most {LONGEST_TIME_LIMIT:.0f}",
+    ),
+    "gap": (Real, lambda value: 0 <= value < math.inf, "a share of the plain step, 0 or more"),
+    "seed": (
+        Integral,
+        lambda value: 0 <= value <= LARGEST_SEED,
+        f"a whole number from 0 to {LARGEST_SEED}",
+    ),
+    "threads": (Integral, lambda value: value >= 0, "a whole number, 0 or more"),
+}
 
 
 class Strategy(Protocol):

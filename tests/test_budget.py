@@ -28,6 +28,8 @@ from optckpt.errors import BudgetError
         ("6 gib", 6 << 30),
         ("1G", 1 << 30),
         ("1TiB", 1 << 40),
+        ("9007199254740993", 2**53 + 1),
+        ("8388607.5TiB", (2**24 - 1) << 39),
         (Budget(bytes=9), 9),
     ],
 )
@@ -59,7 +61,7 @@ def test_shares_of_the_plain_peak(value, expected):
 @pytest.mark.parametrize(
     "value",
     [
-        0, -1, 0.0, -0.5, 1.5, float("nan"), float("inf"), True, False, None, [], {},
+        2**63, 1e300, "8388608TiB", 0, -1, 0.0, -0.5, 1.5, float("nan"), float("inf"), True, False, None, [], {},
         "", "GiB", "6 XB", "6GiB6", "-5MB", "0", "0%", "101%", "0.2b", "1e9", "lots", "5,5GB",
     ],
 )  # fmt: skip
@@ -84,3 +86,10 @@ def test_everything_else_is_refused(value):
 )
 def test_format_bytes(count, text):
     assert format_bytes(count) == text
+
+
+@pytest.mark.parametrize("value", ["9" * 400, "9" * 400 + "GiB", "9" * 400 + "%", 10**400])
+def test_long_ones_are_refused_in_short(value):
+    with pytest.raises(BudgetError, match="cannot read the budget") as error:
+        Budget.parse(value)
+    assert len(str(error.value)) < 200

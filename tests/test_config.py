@@ -195,15 +195,47 @@ def test_dumped_configuration_reads_back():
             "memory:\n  chain_from: lots\n",
             "x.yaml:2: memory.chain_from: ",
         ),
+        *(
+            (f"solver:\n  {key}: {value}\n", f"x.yaml:2: solver.{key}: should be a finite number")
+            for key in ("time_limit", "gap")
+            for value in ("1e400", ".inf", "-.inf", ".nan")
+        ),
+        ("memory:\n  margin: .nan\n", "x.yaml:2: memory.margin: should be a finite number"),
+        (
+            "model:\n  name: mobilenetv2\n  width: .inf\n",
+            "x.yaml:3: model.width: should be a finite number, got inf",
+        ),
+        ("solver:\n  time_limit: 1e300\n", "x.yaml:2: solver.time_limit: should be less than"),
+        ("solver:\n  seed: 4294967296\n", "x.yaml:2: solver.seed: should be less than or equal"),
+        ("budget: 1e400\n", "x.yaml:1: budget: cannot read the budget inf"),
+        (f"budget: '{'9' * 400}GiB'\n", "x.yaml:1: budget: cannot read the budget '999"),
+        (
+            "compare:\n  strategies: []\n",
+            "x.yaml:2: compare.strategies: names no strategy; give one or more of optimal, milp, ",
+        ),
+        (
+            "compare:\n  strategies: [7]\n",
+            "x.yaml:2: compare.strategies[0]: expected the name of a strategy, got 7",
+        ),
         ("- budget\n", "x.yaml:1: expected keys such as 'budget: 60%', got a list"),
         ("budget: [\n", "x.yaml:2: not valid YAML: "),
         ("budget: 1GiB\n3: 4\n", "x.yaml:2: keys are words, this one is not"),
+        ("solver:\n  seed: !!int x\n", "x.yaml:2: not valid YAML: 'x' is no int"),
+        ("solver:\n  seed: !!bool 3\n", "x.yaml:2: not valid YAML: '3' is no bool"),
+        ("budget: 3\nsolver: !mine {}\n", "x.yaml:2: not valid YAML: "),
+        (f"solver:\n  seed: {'9' * 5000}\n", "x.yaml:2: not valid YAML: "),
+        (f"solver:\n  seed: 0x{'f' * 5000}\n", "x.yaml:2: not valid YAML: the number is too long"),
+        (f"solver: {'z' * 500}\n", "x.yaml:1: solver: expected a section with keys below it, got"),
+        ("budget: 3\nstrategy: a\0b\n", "x.yaml:2: not valid YAML: character U+0000"),
+        ("- " * 3000, "x.yaml: not valid YAML: nested too deeply"),
+        ("budget: 3\n---\nbudget: 4\n", "x.yaml:2: not valid YAML: "),
     ],
 )
 def test_mistakes_name_line_and_key(write, text, message):
     found = mistake(write(text))
     assert found.startswith(message)
     assert "\n" not in found
+    assert len(found) < 250
 
 
 def test_a_key_given_twice_is_refused(write):
@@ -221,9 +253,28 @@ def test_an_alias_within_itself_is_refused(write):
     assert "alias" in mistake(write("model: &a\n  name: *a\n"))
 
 
+def test_aliases_of_aliases_are_refused(write):
+    text = "a: &a [x, x, x, x, x, x, x, x, x, x]\n"
+    for above, name in zip("abcdefgh", "bcdefghi", strict=True):
+        text += f"{name}: &{name} [{', '.join([f'*{above}'] * 10)}]\n"
+    assert "aliases repeated" in mistake(write(text))
+
+
 def test_missing_file_is_a_mistake(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot read the configuration .*none\.yaml"):
         load_config(tmp_path / "none.yaml")
+
+
+def test_files_that_are_no_text(tmp_path):
+    path = tmp_path / "x.yaml"
+    with pytest.raises(ConfigError, match="cannot read the configuration"):
+        load_config(tmp_path)
+    for content in (b"\xff\xfe", b"budget: 60% # \xe9\n"):
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match=r"x\.yaml: it is not UTF-8 text"):
+            load_config(path)
+    path.write_bytes(b"\xef\xbb\xbfbudget: 60%\r\n")
+    assert load_config(path).budget == "60%"
 
 
 # --- Where a configuration comes from --------------------------------------------------------

@@ -1,5 +1,6 @@
 import sys
 
+import numpy as np
 import pytest
 
 from optckpt.errors import OptckptError, ScheduleError
@@ -73,6 +74,28 @@ def test_options_reach_the_strategy():
         return strategy(PLAIN)(graph, budget, options)
 
     assert solve(GRAPH, 5 * PEAK, check, SolveOptions(seed=7)).schedule == PLAIN
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("time_limit", [0, -1, float("inf"), float("nan"), 1e300, True, "30", None, 10**400]),
+        ("gap", [-1e-3, float("inf"), float("nan"), False, "1 %"]),
+        ("seed", [-1, 1.0, float("nan"), True, 2**31, 10**400]),
+        ("threads", [-1, 2.0, True]),
+    ],
+)
+def test_options_out_of_range_are_named(name, values):
+    for value in values:
+        with pytest.raises(OptckptError, match=f"^{name} must be a .*, got "):
+            SolveOptions(**{name: value})
+
+
+def test_numbers_of_numpy_are_numbers():
+    options = SolveOptions(time_limit=np.float32(2), gap=0, seed=np.int64(3), threads=np.int32(1))
+    assert options == SolveOptions(time_limit=2.0, gap=0.0, seed=3, threads=1)
+    with pytest.raises(OptckptError, match="gap must be"):
+        SolveOptions(gap=np.float64("nan"))
 
 
 def test_the_referee_refuses_a_false_peak():

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 class ModelParams(BaseModel):
     """What every reference network can be told."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     batch_size: int = Field(default=1, ge=1, description="Examples per training step.")
     seed: int = Field(default=0, ge=0, description="Seed of the initial weights and the data.")
