@@ -20,6 +20,9 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import reprlib
+import sys
+import zlib
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -63,7 +66,11 @@ def _read(path: str | Path) -> dict[str, Any]:
         if raw.startswith(_GZIP_MAGIC):
             raw = gzip.decompress(raw)
         data = json.loads(raw)
-    except (OSError, EOFError, ValueError, RecursionError) as e:
+    except OSError as e:
+        raise GraphError(f"cannot read the graph {path}: {e.strerror or e}") from None
+    except RecursionError:
+        raise GraphError(f"cannot read the graph {path}: nested too deeply") from None
+    except (EOFError, ValueError, zlib.error) as e:
         raise GraphError(f"cannot read the graph {path}: {e}") from None
     if not isinstance(data, dict):
         raise GraphError(f"{path} holds no graph: the top level is not an object")
@@ -93,12 +100,14 @@ def from_node_link(data: Mapping[str, Any]) -> TrainingGraph:
     dag: Any = nx.DiGraph()
     for node, attributes in _nodes(data):
         if node in dag:
-            raise GraphError(f"node {node!r} is listed twice")
+            raise GraphError(f"node {_show(node)} is listed twice")
         dag.add_node(node, **attributes)
     for source, target in _edges(data):
         for node in (source, target):
             if node not in dag:
-                raise GraphError(f"edge {source!r} -> {target!r} names the unknown node {node!r}")
+                raise GraphError(
+                    f"edge {_show(source)} -> {_show(target)} names the unknown node {_show(node)}"
+                )
         dag.add_edge(source, target)
     if not dag:
         raise GraphError("the node-link graph has no nodes")
@@ -111,7 +120,7 @@ def from_node_link(data: Mapping[str, Any]) -> TrainingGraph:
     buffers = []
     for i, node in enumerate(order):
         own = dag.nodes[node]
-        where = f"node {node!r}"
+        where = f"node {_show(node)}"
         name = str(own.get("name", node))
         operations.append(
             Operation(
@@ -133,6 +142,13 @@ def from_node_link(data: Mapping[str, Any]) -> TrainingGraph:
     )
 
 
+def _show(value: Any) -> str:
+    """`repr`, but short enough for a message."""
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = 80
+    return short.repr(value)
+
+
 def _entries(data: Mapping[str, Any], *keys: str) -> list[Mapping[str, Any]]:
     for key in keys:
         if key in data:
@@ -147,7 +163,7 @@ def _identifier(value: Any, where: str) -> Hashable:
     if isinstance(value, list):
         return tuple(_identifier(v, where) for v in value)
     if value is None or isinstance(value, dict | bool):
-        raise GraphError(f"{where} is no node id: {value!r}")
+        raise GraphError(f"{where} is no node id: {_show(value)}")
     node: Hashable = value
     return node
 
@@ -199,9 +215,9 @@ def _number(
         raise GraphError(f"{where} lacks {' and '.join(repr(k) for k in keys)}")
     value = attributes[key]
     usable = isinstance(value, int | float) and not isinstance(value, bool)
-    if not usable or not math.isfinite(value) or value < 0:
+    if not usable or not 0 <= value <= sys.float_info.max:  # NaN is not within
         raise GraphError(
-            f"{where}: {key!r} must be a number, finite and not negative; it is {value!r}"
+            f"{where}: {key!r} must be a number, finite and not negative; it is {_show(value)}"
         )
     number: float = value
     return number
@@ -210,7 +226,7 @@ def _number(
 def _flag(attributes: Mapping[str, Any], key: str, where: str) -> bool:
     value = attributes.get(key, False)
     if value not in (True, False):
-        raise GraphError(f"{where}: {key!r} must be true or false; it is {value!r}")
+        raise GraphError(f"{where}: {key!r} must be true or false; it is {_show(value)}")
     return bool(value)
 
 
@@ -219,31 +235,33 @@ def _refuse_cycle(dag: Any) -> None:
         cycle = [source for source, _ in nx.find_cycle(dag)]
     except nx.NetworkXNoCycle:
         return
-    path = " -> ".join(repr(node) for node in [*cycle, cycle[0]])
-    raise GraphError(f"the node-link graph has a cycle: {path}")
+    shown = [_show(node) for node in [*cycle, cycle[0]]]
+    if len(shown) > 10:
+        shown[6:-3] = [f"... ({len(cycle)} nodes) ..."]
+    raise GraphError(f"the node-link graph has a cycle: {' -> '.join(shown)}")
 
 
 def _base_order(dag: Any, given: Any) -> list[Hashable]:
     listed = list(dag)
     if given is not None:
         if not isinstance(given, list):
-            raise GraphError(f"'order' of the graph is no list of nodes: {given!r}")
+            raise GraphError(f"'order' of the graph is no list of nodes: {_show(given)}")
         order = [_identifier(node, "an entry of 'order'") for node in given]
         seen: set[Hashable] = set()
         for node in order:
             if node not in dag:
-                raise GraphError(f"the graph's 'order' names the unknown node {node!r}")
+                raise GraphError(f"the graph's 'order' names the unknown node {_show(node)}")
             if node in seen:
-                raise GraphError(f"the graph's 'order' names node {node!r} twice")
+                raise GraphError(f"the graph's 'order' names node {_show(node)} twice")
             seen.add(node)
         for node in listed:
             if node not in seen:
-                raise GraphError(f"the graph's 'order' lacks node {node!r}")
+                raise GraphError(f"the graph's 'order' lacks node {_show(node)}")
         wrong = _violated(dag, order)
         if wrong:
             raise GraphError(
-                f"the graph's 'order' is not valid: node {wrong[1]!r} reads {wrong[0]!r}, "
-                "which comes later"
+                f"the graph's 'order' is not valid: node {_show(wrong[1])} reads "
+                f"{_show(wrong[0])}, which comes later"
             )
         return order
     if all(isinstance(node, int | float) for node in listed):

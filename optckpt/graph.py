@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import reprlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +20,8 @@ from optckpt.errors import GraphError
 
 FORMAT = "optckpt.training-graph"
 VERSION = 1
+MOST_BYTES = 2**53
+"""Limit on the sum of all sizes of a graph; sums up to here are exact as floats, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +65,8 @@ class TrainingGraph:
 
     Raises:
         GraphError: on construction, if an index is out of range, a buffer has no writer or
-            two, an operation reads what is written later, or a size or time is negative.
+            two, an operation reads what is written later, a size or time is negative, or they add
+            up to too much (MOST_BYTES, infinity).
     """
 
     operations: tuple[Operation, ...]
@@ -127,6 +132,11 @@ class TrainingGraph:
         for b_index in self.outputs:
             if not 0 <= b_index < n_buffers:
                 raise GraphError(f"unknown output buffer {b_index}")
+        spaces = (op.workspace for op in self.operations)
+        if self.resident + sum(b.size for b in self.buffers) + sum(spaces) > MOST_BYTES:
+            raise GraphError(f"the graph's sizes add up to more than {MOST_BYTES} bytes")
+        if self.seconds == float("inf"):
+            raise GraphError("the operations' times add up to infinity")
         return tuple(producer)
 
     @cached_property
@@ -218,41 +228,38 @@ class TrainingGraph:
         """
         if data.get("format") != FORMAT:
             raise GraphError(
-                f"not a training graph: format is {data.get('format')!r}, not {FORMAT!r}"
+                f"not a training graph: format is {reprlib.repr(data.get('format'))}, "
+                f"not {FORMAT!r}"
             )
         if data.get("version") != VERSION:
             raise GraphError(
-                f"training graph of version {data.get('version')!r}; "
+                f"training graph of version {reprlib.repr(data.get('version'))}; "
                 f"this optckpt reads version {VERSION}"
             )
-        try:
-            return cls(
-                operations=tuple(
-                    Operation(
-                        name=str(o["name"]),
-                        kind=str(o["kind"]),
-                        seconds=float(o["seconds"]),
-                        reads=_indices(o["reads"]),
-                        writes=_indices(o["writes"]),
-                        workspace=int(o.get("workspace", 0)),
-                        inplace=_indices(o.get("inplace", ())),
-                        forward=bool(o.get("forward", True)),
-                        repeatable=bool(o.get("repeatable", True)),
-                        after=_indices(o.get("after", ())),
-                    )
-                    for o in data["operations"]
-                ),
-                buffers=tuple(Buffer(str(n), int(s), str(d)) for n, s, d in data["buffers"]),
-                outputs=_indices(data.get("outputs", ())),
-                resident=int(data.get("resident", 0)),
-                name=str(data.get("name", "")),
+        operations = []
+        for i, row in enumerate(_items(data, "operations", _OBJECT, "the graph")):
+            where = f"operation number {i}"
+            operations.append(
+                Operation(
+                    name=_field(row, "name", _TEXT, where),
+                    kind=_field(row, "kind", _TEXT, where),
+                    seconds=float(_field(row, "seconds", _NUMBER, where)),
+                    reads=_items(row, "reads", _WHOLE, where),
+                    writes=_items(row, "writes", _WHOLE, where),
+                    workspace=_field(row, "workspace", _WHOLE, where, 0),
+                    inplace=_items(row, "inplace", _WHOLE, where, ()),
+                    forward=_field(row, "forward", _FLAG, where, True),
+                    repeatable=_field(row, "repeatable", _FLAG, where, True),
+                    after=_items(row, "after", _WHOLE, where, ()),
+                )
             )
-        except KeyError as e:
-            raise GraphError(f"training graph lacks the field {e.args[0]!r}") from None
-        except (TypeError, ValueError, OverflowError) as e:
-            if isinstance(e, GraphError):
-                raise
-            raise GraphError(f"training graph has a malformed field: {e}") from None
+        return cls(
+            operations=tuple(operations),
+            buffers=tuple(Buffer(*row) for row in _items(data, "buffers", _BUFFER, "the graph")),
+            outputs=_items(data, "outputs", _WHOLE, "the graph", ()),
+            resident=_field(data, "resident", _WHOLE, "the graph", 0),
+            name=_field(data, "name", _TEXT, "the graph", ""),
+        )
 
     def save(self, path: str | Path) -> None:
         """Write the graph as JSON."""
@@ -270,8 +277,64 @@ class TrainingGraph:
         return cls.from_json(data)
 
 
-def _indices(values: Iterable[Any]) -> tuple[int, ...]:
-    return tuple(int(v) for v in values)
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    # NaN and infinities, which Python's JSON knows, are not within; nor are too long integers.
+    limit = sys.float_info.max
+    return (_is_whole(value) or isinstance(value, float)) and -limit <= value <= limit
+
+
+def _is_buffer(row: Any) -> bool:
+    return (
+        isinstance(row, list)
+        and len(row) == 3
+        and isinstance(row[0], str)
+        and _is_whole(row[1])
+        and isinstance(row[2], str)
+    )
+
+
+# What a field must be: for people, and as a test.
+_Kind = tuple[str, Callable[[Any], bool]]
+_TEXT: _Kind = ("a text", lambda value: isinstance(value, str))
+_FLAG: _Kind = ("true or false", lambda value: isinstance(value, bool))
+_WHOLE: _Kind = ("a whole number", _is_whole)
+_NUMBER: _Kind = ("a finite number", _is_number)
+_LIST: _Kind = ("a list", lambda value: isinstance(value, list))
+_OBJECT: _Kind = ("an object", lambda value: isinstance(value, dict))
+_BUFFER: _Kind = ("[name, bytes, dtype]", _is_buffer)
+
+
+def _field(row: Mapping[str, Any], key: str, kind: _Kind, where: str, *default: Any) -> Any:
+    """The value of a field of JSON data. Raises GraphError if it is missing or of another kind."""
+    if key not in row:
+        if default:
+            return default[0]
+        raise GraphError(f"training graph lacks the field {key!r} of {where}")
+    return _checked(row[key], kind, f"{key!r} of {where}")
+
+
+def _items(
+    row: Mapping[str, Any], key: str, kind: _Kind, where: str, *default: Any
+) -> tuple[Any, ...]:
+    """A field that is a list of things of one kind."""
+    items = _field(row, key, _LIST, where, *default)
+    return tuple(
+        _checked(item, kind, f"entry {k} of {key!r} of {where}") for k, item in enumerate(items)
+    )
+
+
+def _checked(value: Any, kind: _Kind, where: str) -> Any:
+    what, fits = kind
+    if not fits(value):
+        raise GraphError(
+            f"training graph has a malformed field: {where} must be {what}, "
+            f"it is {reprlib.repr(value)}"
+        )
+    return value
 
 
 def write_text(path: str | Path, text: str) -> None:

@@ -61,7 +61,8 @@ def test_shares_of_the_plain_peak(value, expected):
 @pytest.mark.parametrize(
     "value",
     [
-        2**63, 1e300, "8388608TiB", 0, -1, 0.0, -0.5, 1.5, float("nan"), float("inf"), True, False, None, [], {},
+        2**63, 1e300, "8388608TiB",
+        0, -1, 0.0, -0.5, 1.5, float("nan"), float("inf"), True, False, None, [], {},
         "", "GiB", "6 XB", "6GiB6", "-5MB", "0", "0%", "101%", "0.2b", "1e9", "lots", "5,5GB",
     ],
 )  # fmt: skip

@@ -99,6 +99,16 @@ def damaged(**change):
     return data
 
 
+def damaged_operation(**change):
+    data = GRAPH.to_json()
+    for key, value in change.items():
+        if value is ...:
+            del data["operations"][1][key]
+        else:
+            data["operations"][1][key] = value
+    return data
+
+
 @pytest.mark.parametrize(
     ("data", "words"),
     [
@@ -113,10 +123,34 @@ def damaged(**change):
         (damaged(outputs=5), ["malformed"]),
         (damaged(outputs=[9]), ["unknown output buffer 9"]),
         (damaged(operations=[{"name": "x"}]), ["'kind'"]),
-        (damaged(operations=[3]), ["malformed"]),
+        (damaged(operations=[3]), ["malformed", "entry 0 of 'operations'", "3"]),
         (damaged(resident="much"), ["malformed", "much"]),
-        (damaged(resident=float("inf")), ["malformed", "infinity"]),
-        (damaged(resident=float("nan")), ["malformed", "NaN"]),
+        (damaged(resident=float("inf")), ["malformed", "'resident' of the graph", "inf"]),
+        (damaged(resident=float("nan")), ["malformed", "nan"]),
+        (damaged(resident=True), ["malformed", "True"]),
+        (damaged(resident=10**400), ["add up to more than"]),
+        (damaged(buffers=[["a", 1.5, ""], ["b", 8, ""]]), ["[name, bytes, dtype]", "1.5"]),
+        (damaged(buffers=[["a", 2**53, ""], ["b", 8, ""]]), ["sizes add up to more than"]),
+        (damaged(operations=None), ["'operations'", "a list", "None"]),
+        *(
+            (damaged_operation(**{key: value}), ["operation number 1", repr(key)])
+            for key, value in [
+                ("forward", "no"),
+                ("repeatable", 1),
+                ("reads", [0.5]),
+                ("reads", "0"),
+                ("writes", [True]),
+                ("inplace", None),
+                ("after", {}),
+                ("workspace", 7.5),
+                ("name", 7),
+                ("seconds", "1"),
+                ("seconds", float("inf")),
+                ("seconds", float("nan")),
+                ("seconds", 10**400),
+                ("seconds", ...),
+            ]
+        ),
     ],
 )
 def test_damaged_json_is_refused(data, words):
@@ -181,3 +215,5 @@ def test_with_costs():
         GRAPH.with_costs([1.0])
     with pytest.raises(GraphError, match="'second'"):
         GRAPH.with_costs([1.0, -1.0])
+    with pytest.raises(GraphError, match="add up to infinity"):
+        GRAPH.with_costs([1e308, 1e308])
