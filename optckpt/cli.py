@@ -1,19 +1,22 @@
 """The command line: `optckpt solve` and `optckpt compare`.
 
 Exit codes: 0 done; 2 a mistake of the user's, or a budget that no schedule was found for (one
-line on stderr says which); 130 interrupted, with the best result so far printed.
+line on stderr says which); 130 interrupted, with the best result so far printed. With --json, one
+object is printed in any case: the result, or {"error": the line, "kind": its class}.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 from rich.console import Console
@@ -31,8 +34,10 @@ from optckpt.solvers.floor import static_floor
 
 DONE, MISTAKE, INTERRUPTED = 0, 2, 130
 
+# typer names the subclass only; its base lies in another package, depending on the version.
+UsageError = cast(type[typer.BadParameter], typer.BadParameter.__bases__[0])
+
 app = typer.Typer(
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     help="Train under a memory budget: what to keep and what to compute again, at the least cost.",
@@ -41,12 +46,34 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the command line; ends the process."""
+    arguments = sys.argv[1:] or ["--help"]
+    as_json = "--json" in arguments
+    for stream in (sys.stdout, sys.stderr):
+        # Names of files and operations may hold what the terminal's encoding does not.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
-        app(prog_name="optckpt")
+        try:
+            code = app(arguments, prog_name="optckpt", standalone_mode=False)
+        except UsageError as e:
+            command = "optckpt" if e.ctx is None else e.ctx.command_path
+            message = e.format_message().rstrip(".").replace("\n", " ")
+            code = _fail(f"{message}; see {command} --help", "UsageError", as_json)
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except BrokenPipeError:
         # The reader of our output has gone; a second failure while Python flushes helps no one.
+        _drop_output()
+        code = 1
+    except OSError as e:
+        _drop_output()
+        code = _fail(f"{e.strerror or e}" + (f": {e.filename}" if e.filename else ""), "OSError")
+    raise SystemExit(code or DONE)
+
+
+def _drop_output() -> None:
+    if sys.stdout is not None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(1) from None
 
 
 def _version(wanted: bool) -> None:
@@ -69,10 +96,15 @@ BudgetOption = Annotated[
     str, typer.Option("--budget", metavar="B", help='Bytes, "6GiB", or "80%" of the plain peak.')
 ]
 TimeLimitOption = Annotated[
-    float | None,
+    str | None,
     typer.Option("--time-limit", metavar="SECONDS", help="Wall time for one solve."),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object, no table.")]
+JsonOption = Annotated[
+    bool,
+    typer.Option(
+        "--json", help='Print one JSON object, no table; of a mistake, its "error" and "kind".'
+    ),
+]
 
 
 @app.command()
@@ -101,14 +133,17 @@ def solve(
     as_json: JsonOption = False,
 ) -> None:
     """Find the cheapest schedule of a graph within a budget."""
-    with _mistakes():
+    with _mistakes(as_json) as answer:
         registry.get(strategy)
-        limits = _solve_options(registry.SolveOptions(), time_limit)
+        seconds = _seconds(time_limit)
+        limits = registry.SolveOptions() if seconds is None else registry.SolveOptions(seconds)
         parsed = Budget.parse(budget)
+        if schedule is not None:
+            _check_target(schedule, graph)
         problem = _load_graph(graph)
         code, result, plan = _solve(problem, parsed, strategy, limits)
         if as_json:
-            typer.echo(json.dumps(result))
+            answer(result)
         else:
             _output().print(table.solve_table(result, problem))
         if schedule is not None and plan is not None:
@@ -153,26 +188,34 @@ def compare(
     from optckpt.compare import compare as run
     from optckpt.config import find_config
 
-    with _mistakes():
+    with _mistakes(as_json) as answer:
         settings = find_config(config)
         names = None if strategies is None else _names(strategies)
-        _solve_options(registry.SolveOptions(), time_limit)
-        folder = out or Path("out") / (config.stem if config else settings.model.name)
-        _make_folder(folder)
-        with progress.status_line(Console(stderr=True)) as show:
+        seconds = _seconds(time_limit)
+        parsed = None if budget is None else Budget.parse(budget)
+        path = out or Path("out") / (config.stem if config else settings.model.name)
+        with _folder(path) as folder, progress.status_line(Console(stderr=True)) as show:
             result = run(
-                settings, budget, names, measure=not no_measure, time_limit=time_limit, show=show
+                settings, parsed, names, measure=not no_measure, time_limit=seconds, show=show
             )
             show("writing the report")
-            written = files.write_comparison(result, folder)
+            try:
+                written = files.write_comparison(result, folder)
+                failed = None
+            except OSError as e:
+                written, failed = [], f"cannot write into {folder}: {e.strerror or e}"
         if as_json:
-            typer.echo(json.dumps(result.to_json()))
+            answer(result.to_json())
         else:
             console = _output()
             console.print(table.comparison_table(result))
             for line in table.remarks(result):
                 console.print(line, style="yellow", markup=False, highlight=False)
-            console.print("written: " + ", ".join(map(str, written)), markup=False, highlight=False)
+            if written:
+                paths = ", ".join(map(str, written))
+                console.print(f"written: {paths}", markup=False, highlight=False)
+        if failed is not None:
+            raise OptckptError(failed)
         if result.interrupted:
             _complain("interrupted; what was found so far is printed")
             raise typer.Exit(INTERRUPTED)
@@ -190,11 +233,36 @@ def _names(text: str) -> list[str]:
     return names
 
 
-def _make_folder(folder: Path) -> None:
+@contextmanager
+def _folder(path: Path) -> Iterator[Path]:
+    """A folder that can be written into; if nothing was, what was created for it is gone again."""
+    created = [p for p in (path, *path.parents) if not p.exists()]
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise OptckptError(f"cannot write into {folder}: {e.strerror}") from None
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=path).close()
+        except OSError as e:
+            raise OptckptError(f"cannot write into {path}: {e.strerror or e}") from None
+        yield path
+    finally:
+        for folder in created:
+            with suppress(OSError):
+                folder.rmdir()
+
+
+def _check_target(path: Path, graph: str) -> None:
+    """Refuse a file for the schedule that cannot be written, before anything is solved."""
+    problem = None
+    if path.is_dir():
+        problem = "it is a folder"
+    elif not path.parent.is_dir():
+        problem = f"there is no folder {path.parent}"
+    elif not os.access(path.parent, os.W_OK):
+        problem = f"the folder {path.parent} cannot be written into"
+    elif path.exists() and Path(graph).exists() and path.samefile(graph):
+        problem = "it is the graph itself"
+    if problem is not None:
+        raise OptckptError(f"cannot write the schedule {path}: {problem}")
 
 
 def _solve(
@@ -305,14 +373,17 @@ def _load_graph(path: str) -> TrainingGraph:
     return load_any(path)
 
 
-def _solve_options(
-    options: registry.SolveOptions, time_limit: float | None
-) -> registry.SolveOptions:
+def _seconds(time_limit: str | None) -> float | None:
     if time_limit is None:
-        return options
-    if not 0 < time_limit < float("inf"):
-        raise OptckptError(f"--time-limit must be a positive number of seconds, got {time_limit}")
-    return replace(options, time_limit=time_limit)
+        return None
+    try:
+        return registry.SolveOptions(float(time_limit)).time_limit
+    except ValueError:
+        raise OptckptError(
+            f"--time-limit must be a number of seconds, got {time_limit!r}"
+        ) from None
+    except OptckptError as e:
+        raise OptckptError(str(e).replace("time_limit", "--time-limit", 1)) from None
 
 
 def _output() -> Console:
@@ -325,14 +396,32 @@ def _complain(message: str) -> None:
     typer.echo(f"optckpt: error: {message}", err=True)
 
 
+def _fail(message: str, kind: str, as_json: bool = False) -> int:
+    """Say what is wrong; returns the exit code."""
+    if as_json:
+        typer.echo(json.dumps({"error": message, "kind": kind}))
+    _complain(message)
+    return MISTAKE
+
+
 @contextmanager
-def _mistakes() -> Iterator[None]:
-    """What is raised on purpose ends in a message and an exit code, not in a traceback."""
+def _mistakes(as_json: bool) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+    """What is raised on purpose ends in a message and an exit code, not in a traceback.
+
+    Yields the function that prints the result as JSON. Where that was printed, a mistake found
+    afterwards is told on stderr alone.
+    """
+    printed = False
+
+    def answer(result: Mapping[str, Any]) -> None:
+        nonlocal printed
+        printed = True
+        typer.echo(json.dumps(result))
+
     try:
-        yield
+        yield answer
     except OptckptError as e:
-        _complain(str(e))
-        raise typer.Exit(MISTAKE) from None
+        raise typer.Exit(_fail(str(e), type(e).__name__, as_json and not printed)) from None
     except KeyboardInterrupt:
-        _complain("interrupted")
+        _fail("interrupted", "KeyboardInterrupt", as_json and not printed)
         raise typer.Exit(INTERRUPTED) from None

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import optckpt
-from optckpt.frontends.synthetic import residual_chain
+from optckpt.cli import main
+from optckpt.compare import Comparison
+from optckpt.errors import OptckptError
+from optckpt.frontends.synthetic import chain, residual_chain
 from optckpt.graph import TrainingGraph
 from optckpt.schedule import Plan, Schedule
 from optckpt.simulate import simulate
@@ -24,11 +31,18 @@ KEYS = [
 ]  # fmt: skip
 
 
-def run(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def run(
+    *arguments: object, stdout: Any = subprocess.PIPE, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     script = Path(sysconfig.get_path("scripts")) / "optckpt"
     command = [str(script)] if script.exists() else [sys.executable, "-m", "optckpt"]
     return subprocess.run(
-        [*command, *map(str, arguments)], capture_output=True, text=True, cwd=cwd, timeout=120
+        [*command, *map(str, arguments)],
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **(environment or {})},
+        timeout=120,
     )
 
 
@@ -37,6 +51,21 @@ def graph(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("graph") / "graph.json"
     residual_chain(8).save(path)
     return path
+
+
+@pytest.fixture
+def call(monkeypatch, capsys, tmp_path):
+    """The command within this process, which starts sooner, in an empty folder."""
+
+    def run_here(*arguments: object) -> subprocess.CompletedProcess[str]:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["optckpt", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        return subprocess.CompletedProcess(sys.argv, int(ended.value.code or 0), out, err)
+
+    return run_here
 
 
 def refused(result: subprocess.CompletedProcess[str], message: str) -> None:
@@ -150,35 +179,172 @@ def test_heuristic_that_does_not_fit(graph):
         (["solve", "none.json", "--budget", "60%"], "none.json"),
         (["solve", "{graph}", "--budget", "lots"], "cannot read the budget 'lots'"),
         (["solve", "{graph}", "--budget", "60%", "--strategy", "best"], "unknown strategy 'best'"),
-        (["solve", "{graph}", "--budget", "60%", "--time-limit", "-1"], "--time-limit"),
+        *((["solve", "{graph}", "--budget", "60%", "--time-limit", seconds], "--time-limit must be")
+          for seconds in ("-1", "0", "nan", "inf", "1e300", "abc", "")),
+        (["compare", "good.yaml", "--time-limit", "abc"], "--time-limit must be"),
+        (["solve", "{graph}", "--budget", "9" * 400], "cannot read the budget '999"),
+        (["solve", ".", "--budget", "60%"], "cannot read the graph .: Is a directory"),
+        (["solve", "{graph}", "--budget", "60%", "--schedule", "."],
+         "cannot write the schedule .: it is a folder"),
+        (["compare", "."], "cannot read the configuration .: Is a directory"),
+        (["compare", "none.yaml"], "none.yaml:1: compare.strategies: names no strategy; give one"),
+        (["compare", "good.yaml", "--out", "good.yaml"], "cannot write into good.yaml: File ex"),
+        (["compare", "good.yaml", "--out", "good.yaml/x"], "cannot write into good.yaml/x: Not a"),
+        (["solve", "{graph}"], "Missing option '--budget'; see optckpt solve --help"),
+        (["solve", "{graph}", "--budget", "60%", "--best"], "No such option: --best"),
+        (["solve"], "Missing argument 'GRAPH'"),
+        (["guess"], "No such command 'guess'; see optckpt --help"),
         (["solve", "{graph}", "--budget", "60%", "--strategy", "sqrt_n", "--schedule",
           "no/such/folder/out.json"], "cannot write the schedule"),
-        (["compare", "none.yaml"], "cannot read the configuration none.yaml"),
+        (["compare", "gone.yaml"], "cannot read the configuration gone.yaml"),
         (["compare", "bad.yaml"], "bad.yaml:2: solver.time_limt: unknown key; did you mean"),
         (["compare", "good.yaml", "--strategies", "optimal,best"], "unknown strategy 'best'"),
         (["compare", "good.yaml", "--strategies", ","], "--strategies names no strategy"),
         (["compare", "good.yaml", "--budget", "lots"], "cannot read the budget 'lots'"),
     ],
 )  # fmt: skip
-def test_mistakes_end_in_one_line_and_exit_code_2(graph, tmp_path, arguments, message):
+def test_mistakes_end_in_one_line_and_exit_code_2(call, graph, tmp_path, arguments, message):
     (tmp_path / "bad.yaml").write_text("solver:\n  time_limt: 3\n", encoding="utf-8")
     (tmp_path / "good.yaml").write_text("budget: 60%\n", encoding="utf-8")
-    refused(run(*(a.format(graph=graph) for a in arguments), cwd=tmp_path), message)
+    (tmp_path / "none.yaml").write_text("compare: {strategies: []}\n", encoding="utf-8")
+    before = sorted(tmp_path.iterdir())
+    filled = [a.format(graph=graph) for a in arguments]
+    result = call(*filled)
+    refused(result, message)
+    assert result.stdout == ""
+    again = call(*filled, "--json")
+    refused(again, message)
+    answer = json.loads(again.stdout)
+    assert list(answer) == ["error", "kind"]
+    assert again.stderr == f"optckpt: error: {answer['error']}\n"
+    assert answer["kind"].endswith("Error")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_mistake_is_told_once_as_json(call, graph, tmp_path):
+    answer = json.loads(call("solve", tmp_path / "none.json", "--budget", "1", "--json").stdout)
+    assert answer["kind"] == "GraphError"
+    assert json.loads(call("compare", "none.yaml", "--json").stdout)["kind"] == "ConfigError"
+    assert json.loads(call("solve", graph, "--budget", "?", "--json").stdout)["kind"] == (
+        "BudgetError"
+    )
+
+
+def test_without_arguments_the_help_is_shown(call):
+    result = call()
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "compare" in result.stdout
+
+
+def test_a_graph_is_not_replaced_by_its_schedule(call, graph):
+    before = graph.read_bytes()
+    for target in (graph, graph.parent / "." / graph.name):
+        result = call("solve", graph, "--budget", "60%", "--schedule", target)
+        refused(result, "it is the graph itself")
+    assert graph.read_bytes() == before
+
+
+def test_names_are_printed_as_they_are(call, tmp_path):
+    path = tmp_path / "graph.json"
+    replace(chain(3), name="[/a] [red]b[/red]").save(path)
+    assert "[/a] [red]b[/red]: store_all" in call(
+        "solve", path, "--budget", "100%", "--strategy", "store_all"
+    ).stdout  # fmt: skip
+
+
+def test_names_outside_the_encoding_are_escaped(tmp_path):
+    path = tmp_path / "grä.json"
+    replace(chain(3), name="grä\ud800").save(path)
+    result = run("solve", path, "--budget", "100%", environment={"PYTHONIOENCODING": "ascii"})
+    assert (result.returncode, result.stderr) == (0, "")
+    assert r"gr\xe4\ud800: optimal" in result.stdout
+
+
+def test_empty_graph(call, tmp_path):
+    path = tmp_path / "empty.json"
+    TrainingGraph((), ()).save(path)
+    answer = json.loads(call("solve", path, "--budget", "60%", "--json").stdout)
+    assert (answer["status"], answer["executions"], answer["peak"]) == ("optimal", 0, 0)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a full device")
+@pytest.mark.parametrize("extra", [[], ["--json"]])
+def test_output_that_cannot_be_written(graph, extra):
+    arguments = ["solve", graph, "--budget", "60%", "--strategy", "sqrt_n", *extra]
+    with open("/dev/full", "w") as full:
+        result = run(*arguments, stdout=full)
+    assert result.returncode == 2
+    assert result.stderr == "optckpt: error: No space left on device\n"
+
+
+def test_a_reader_that_has_gone(graph):
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as gone:
+        result = run("solve", graph, "--budget", "60%", "--strategy", "sqrt_n", stdout=gone)
+    assert (result.returncode, result.stderr) == (1, "")
+
+
+class TestFolderOfCompare:
+    """What is left in the folder; the comparison itself is replaced."""
+
+    @pytest.fixture
+    def comparison(self, monkeypatch):
+        def replaced_by(outcome):
+            monkeypatch.setattr("optckpt.compare.compare", outcome)
+
+        return replaced_by
+
+    def test_a_failed_run_leaves_none(self, call, comparison, tmp_path):
+        def fail(*args, **kwargs):
+            assert (tmp_path / "a" / "b").is_dir()
+            raise OptckptError("too large")
+
+        comparison(fail)
+        refused(call("compare", "--out", "a/b"), "too large")
+        assert list(tmp_path.iterdir()) == []
+
+    def test_what_was_there_stays(self, call, comparison, tmp_path):
+        def fail(*args, **kwargs):
+            raise OptckptError("too large")
+
+        (tmp_path / "a").mkdir()
+        comparison(fail)
+        refused(call("compare", "--out", "a/b"), "too large")
+        assert [p.name for p in tmp_path.iterdir()] == ["a"]
+        assert list((tmp_path / "a").iterdir()) == []
+
+    def test_interrupted(self, call, comparison, tmp_path):
+        def interrupt(*args, **kwargs):
+            raise KeyboardInterrupt
+
+        comparison(interrupt)
+        result = call("compare", "--json")
+        assert result.returncode == 130
+        assert json.loads(result.stdout) == {"error": "interrupted", "kind": "KeyboardInterrupt"}
+        assert list(tmp_path.iterdir()) == []
+
+    def test_the_result_is_printed_even_if_it_cannot_be_written(
+        self, call, comparison, tmp_path, monkeypatch
+    ):
+        def full(*args):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        comparison(lambda *args, **kwargs: Comparison({}, "cpu", 8, 9, 7, 3, None, 0.0, 0.0, ()))
+        monkeypatch.setattr("optckpt.report.files.write_text", full)
+        result = call("compare", "--out", "a", "--json")
+        refused(result, "cannot write into a: No space left on device")
+        assert json.loads(result.stdout)["budget"] == 8
+        assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
     "content", ["", "{", "[]", '{"format": "optckpt.training-graph", "version": 99}', '{"a": 1}']
 )
-def test_broken_graph_files(tmp_path, content):
+def test_broken_graph_files(call, tmp_path, content):
     path = tmp_path / "broken.json"
     path.write_text(content, encoding="utf-8")
-    refused(run("solve", path, "--budget", "60%"), "broken.json")
-
-
-def test_missing_option_is_a_usage_error(graph):
-    result = run("solve", graph)
-    assert result.returncode == 2
-    assert "--budget" in result.stderr
+    refused(call("solve", path, "--budget", "60%"), "broken.json")
 
 
 SLOW = """

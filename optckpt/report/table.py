@@ -7,6 +7,7 @@ from typing import Any
 
 from rich import box
 from rich.table import Table
+from rich.text import Text
 
 from optckpt.budget import format_bytes
 from optckpt.compare import Comparison, Row
@@ -21,7 +22,9 @@ def percent(fraction: float | None, digits: int = 1) -> str:
 def solve_table(result: Mapping[str, Any], graph: TrainingGraph) -> Table:
     """The object that `optckpt solve` prints, for people."""
     plain, limit, peak = result["plain_peak"], result["budget"], result["peak"]
-    table = Table(show_header=False, title=f"{graph.name or 'graph'}: {result['strategy']}")
+    # Not as markup: brackets in the name of a graph are part of it.
+    title = Text(f"{graph.name or 'graph'}: {result['strategy']}")
+    table = Table(show_header=False, title=title)
     table.add_column(style="bold")
     table.add_column()
 
