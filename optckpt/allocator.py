@@ -11,7 +11,7 @@ TensorFlow 2.21; no code of it is used.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -50,8 +50,9 @@ class Allocator:
         """Peak bytes in use that the allocator reports for a step, resident included.
 
         How a growing allocator is cut into chunks depends on what the process did before, which
-        nobody knows: the highest peak over a few plausible histories is returned. (Measured on five
-        networks, the peak lies within 4 % of it, mostly below.) The resident bytes count as they
+        nobody knows: the highest peak over a few plausible histories is returned. (Of 21 schedules
+        of five networks, 20 peaked as measured between 5 % below it and 0.8 % above, one 4 %
+        above. Given the real history, the replay is exact.) The resident bytes count as they
         stand in the graph. `schedule` must be valid. O(executions log chunks).
         """
         events = _events(graph, schedule, self.smallest)
@@ -59,13 +60,16 @@ class Allocator:
 
     def _histories(self) -> Iterator[_Chunks]:
         held = [size for size in self.held if size >= self.smallest]
-        # Variables in the order of the graph, made from temporaries of the same size or not;
-        # perhaps something else came first, and something small has stayed.
         yield _Chunks.holding(held, self.region)
         if not self.region:
+            # Variables in the order of the graph, made from temporaries of the same size or not;
+            # perhaps something else came first, and something small has stayed.
             yield _Chunks.holding(sorted(held), 0)
-            yield _Chunks.holding(held, 0, temporaries=True)
+            yield _Chunks.holding(held, 0, _copied)
             yield _Chunks.holding([_FIRST_REGION, *held, self.smallest], 0)
+            yield _Chunks.holding(held, 0, _drawn)
+            # The graph reads its input before the variables, which are usually made first.
+            yield _Chunks.holding([*held[1:], *held[:1]], 0, _drawn)
 
 
 def _replay(chunks: _Chunks, events: Sequence[tuple[int, int]]) -> int:
@@ -150,14 +154,16 @@ class _Chunks:
             self._add_region(region)
 
     @classmethod
-    def holding(cls, sizes: Iterable[int], region: int, *, temporaries: bool = False) -> _Chunks:
-        """Chunks in which blocks of these sizes are in use, each perhaps copied from another."""
+    def holding(
+        cls,
+        sizes: Iterable[int],
+        region: int,
+        make: Callable[[_Chunks, int], object] | None = None,
+    ) -> _Chunks:
+        """Chunks in which blocks of these sizes are in use, each put there by `make`."""
         chunks = cls(region)
         for size in sizes:
-            spare = chunks.allocate(size) if temporaries else None
-            chunks.allocate(size)
-            if spare is not None:
-                chunks.free(spare)
+            (make or _Chunks.allocate)(chunks, size)
         return chunks
 
     def _add_region(self, size: int) -> None:
@@ -230,3 +236,19 @@ class _Chunks:
         if after is not None:
             self._before[after] = first
         del self._is_free[second], self._before[second], self._after[second]
+
+
+def _copied(chunks: _Chunks, size: int) -> None:
+    """A variable that is a copy of its initial value."""
+    value = chunks.allocate(size)
+    chunks.allocate(size)
+    chunks.free(value)
+
+
+def _drawn(chunks: _Chunks, size: int) -> None:
+    """A variable that is a copy of random numbers, scaled and then shifted."""
+    numbers, scaled, shifted = (chunks.allocate(size) for _ in range(3))
+    chunks.free(scaled)
+    chunks.free(numbers)
+    chunks.allocate(size)
+    chunks.free(shifted)
