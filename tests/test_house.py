@@ -118,6 +118,19 @@ def text_files():
     yield from (p for p in sorted(ROOT.glob("*")) if p.is_file() and p.suffix != ".png")
 
 
+def test_the_set_up_compiles_the_solvers():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", "")
+    plan = re.search(r"^FIRST_PLAN := (.*)$", makefile, re.MULTILINE)
+    assert plan
+    assert "-c '$(FIRST_PLAN)'" in makefile
+    code = f"{plan[1]}; from optckpt.solvers.local_search import _anneal; print(_anneal.signatures)"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("[(")
+
+
 def test_no_path_of_a_machine():
     # Split, so that this file does not hold them.
     wrong = re.compile(
