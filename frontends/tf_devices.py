@@ -14,7 +14,8 @@ class Devices:
         self._parsed: dict[str, str] = {}
         self._bytes: dict[str, int] = {}
 
-    def _of(self, op: tf.Operation) -> str:
+    def of(self, op: tf.Operation) -> str:
+        """Where the operation runs: "/device:CPU:0", "/device:GPU:1", ..."""
         text = op.device
         found = self._parsed.get(text)
         if found is None:
@@ -25,7 +26,7 @@ class Devices:
 
     def add(self, op: tf.Operation, size: int) -> None:
         """Count `size` bytes for the device of `op`."""
-        device = self._of(op)
+        device = self.of(op)
         self._bytes[device] = self._bytes.get(device, 0) + size
 
     def main(self) -> str:
@@ -33,7 +34,3 @@ class Devices:
         if not self._bytes:
             return f"/device:{default_device_type('')}:0"
         return max(self._bytes, key=lambda d: self._bytes[d])
-
-    def same(self, op: tf.Operation, device: str) -> bool:
-        """Whether `op` is for `device`."""
-        return self._of(op) == device

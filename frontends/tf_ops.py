@@ -6,6 +6,8 @@ that makes a tensor and feeds it to the operation); a test repeats the measureme
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -92,6 +94,9 @@ MERGED_BY_OPTIMIZER = words("""
     """)
 """Members of the patterns for which TensorFlow's graph optimiser has kernels of its own."""
 
+FUSED_FIRST = words("Conv2D Pad FusedBatchNormV3 BiasAddGrad")
+"""Operations for which `fused_partner` may find something."""
+
 _OPAQUE = frozenset((tf.resource, tf.variant, tf.string))
 
 
@@ -103,14 +108,19 @@ def views(op: tf.Operation) -> list[tuple[int, int]]:
     if kind == "IdentityN":
         return [(i, i) for i in range(len(op.outputs))]
     if kind in _VIEWS_IF_SAME_COUNT:
-        count = _count(op.inputs[0])
-        return [(0, 0)] if count is not None and count == _count(op.outputs[0]) else []
+        count = element_count(op.inputs[0])
+        return [(0, 0)] if count is not None and count == element_count(op.outputs[0]) else []
     if kind == "Cast":
         return [(0, 0)] if op.inputs[0].dtype == op.outputs[0].dtype else []
     if kind in ("AddN", "Pack"):
         return [(0, 0)] if len(op.inputs) == 1 else []
     special = _SPECIAL_VIEWS.get(kind)
     return special(op) if special else []
+
+
+def may_view(kind: str) -> bool:
+    """Whether `views` may find something for operations of this type."""
+    return kind in _MAY_VIEW
 
 
 def inplace_inputs(op: tf.Operation) -> tuple[int, ...]:
@@ -139,9 +149,29 @@ def is_foldable(op: tf.Operation) -> bool:
     return bool(op.inputs) and not op.control_inputs and op.type not in _CALLS and is_pure(op)
 
 
+@functools.cache
 def is_opaque(dtype: tf.DType) -> bool:
     """Whether tensors of this type hold handles, strings or references rather than numbers."""
-    return dtype in _OPAQUE or dtype._is_ref_dtype
+    return dtype in _OPAQUE or is_reference(dtype)
+
+
+@functools.cache
+def is_reference(dtype: tf.DType) -> bool:
+    """Whether tensors of this type are references to TensorFlow 1 variables."""
+    return bool(dtype._is_ref_dtype)
+
+
+@functools.cache
+def element_bytes(dtype: tf.DType) -> int:
+    """Bytes of an element; 0 for handles, variants, strings: what they refer to is not theirs."""
+    return 0 if dtype.base_dtype in _OPAQUE else int(dtype.size)
+
+
+def element_count(tensor: tf.Tensor) -> int | None:
+    """Number of elements, or None where the static shape does not tell."""
+    # What `tensor.shape` is made from; the TensorShape takes longer than all else together.
+    dims, unknown = tensor._shape
+    return None if unknown or None in dims else math.prod(dims)
 
 
 def can_wait(op: tf.Operation) -> bool:
@@ -153,7 +183,7 @@ def can_wait(op: tf.Operation) -> bool:
     if not op.inputs or is_control_flow_v1(op):
         return False
     if is_call(op) or not op._is_stateful:
-        return not any(t.dtype._is_ref_dtype for t in (*op.inputs, *op.outputs))
+        return not any(is_reference(t.dtype) for t in (*op.inputs, *op.outputs))
     return not any(is_opaque(t.dtype) for t in (*op.inputs, *op.outputs))
 
 
@@ -173,6 +203,7 @@ def is_pure(op: tf.Operation) -> bool:
     return not op._is_stateful
 
 
+@functools.cache
 def _runs_once(kind: str) -> bool:
     return kind in _ONCE or kind.startswith(_ONCE_PREFIXES)
 
@@ -264,7 +295,7 @@ def batch_norm_reserve(op: tf.Operation) -> int:
     users = op.outputs[0].consumers()
     if default_device_type(op.device) != "CPU" or len(users) != 1 or not fused_partner(op):
         return 0
-    return (_count(op.outputs[0]) or 0) // 2
+    return (element_count(op.outputs[0]) or 0) // 2
 
 
 def ignored_input(op: tf.Operation) -> int | None:
@@ -279,15 +310,16 @@ def ignored_input(op: tf.Operation) -> int | None:
     return 5 if source.type == "FusedBatchNormV3" and batch_norm_reserve(source) else None
 
 
+@functools.cache
+def device_spec(device: str) -> tf.DeviceSpec:
+    """A device string in parts."""
+    return tf.DeviceSpec.from_string(device)
+
+
 def default_device_type(device: str) -> str:
     """The device type ("CPU", "GPU") of a device string, or TensorFlow's default if it has none."""
-    kind = tf.DeviceSpec.from_string(device).device_type
+    kind = device_spec(device).device_type
     return kind or ("GPU" if tf.config.list_logical_devices("GPU") else "CPU")
-
-
-def _count(tensor: tf.Tensor) -> int | None:
-    count: int | None = tensor.shape.num_elements()
-    return count
 
 
 def _rows_aligned(tensor: tf.Tensor) -> bool:
@@ -302,7 +334,7 @@ def constant(tensor: tf.Tensor) -> list[int] | None:
     `tf.get_static_value` would do, but it forbids feeding the tensors it has looked at.
     """
     op = tensor.op
-    count = tensor.shape.num_elements()
+    count = element_count(tensor)
     if not tensor.dtype.is_integer or count is None or count > 64:
         return None
     if op.type == "Const":
@@ -338,7 +370,7 @@ def _strided_slice_views(op: tf.Operation) -> list[tuple[int, int]]:
     source, out = op.inputs[0], op.outputs[0]
     if source.shape.rank in (None, 0) or not source.shape.is_fully_defined():
         return []
-    if _count(source) == _count(out):
+    if element_count(source) == element_count(out):
         steps = constant(op.inputs[3])
         # A full reversal keeps the count, too.
         return [(0, 0)] if steps is not None and all(s == 1 for s in steps) else []
@@ -407,3 +439,7 @@ _SPECIAL_VIEWS: dict[str, Callable[[tf.Operation], list[tuple[int, int]]]] = {
     "Transpose": _transpose_views,
     "TensorListFromTensor": _list_views,
 }
+
+_MAY_VIEW = (
+    SIMPLE_VIEWS | _VIEWS_IF_SAME_COUNT | words("IdentityN Cast AddN Pack") | set(_SPECIAL_VIEWS)
+)

@@ -3,76 +3,62 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import tensorflow as tf
 
 from optckpt.errors import CaptureError
 from optckpt.frontends import tf_ops
+from optckpt.frontends.tf_nodes import Node, Nodes, by_creation
 from optckpt.frontends.tf_shapes import Sizes
 
-
-def ancestors(
-    roots: Iterable[tf.Operation], seen: set[tf.Operation] | None = None
-) -> set[tf.Operation]:
-    """`roots` and all they depend on by data and control edges, added to `seen`."""
-    seen = set() if seen is None else seen
-    stack = [op for op in roots if op not in seen]
-    seen.update(stack)
-    while stack:
-        op = stack.pop()
-        for t in op.inputs:
-            p = t.op
-            if p not in seen:
-                seen.add(p)
-                stack.append(p)
-        for p in op.control_inputs:
-            if p not in seen:
-                seen.add(p)
-                stack.append(p)
-    return seen
+# Operation at the back edge of a TensorFlow 1 loop.
+_NEXT_ITERATION = tf_ops.words("NextIteration RefNextIteration")
 
 
 def outside_consumers(
-    needed: set[tf.Operation],
-    forward: set[tf.Operation],
+    nodes: Nodes,
+    needed: set[Node],
+    forward: set[Node],
     sizes: Sizes,
-    live: set[tf.Operation] | None,
-) -> set[tf.Operation]:
-    """Operations that no gradient needs but that read a large tensor of the step, and theirs."""
-    first_backward = min((op._id for op in needed if op not in forward), default=None)
+    live: Collection[tf.Operation] | None,
+) -> set[Node]:
+    """Operations that no gradient needs but that read a large tensor of the step, and theirs.
 
-    def runs(op: tf.Operation) -> bool:
+    `live`: the operations that will run at all, if that is known.
+    """
+    first_backward = min((n.number for n in needed if n not in forward), default=None)
+
+    def runs(node: Node) -> bool:
         if live is not None:
-            return op in live
+            return node.op in live
         # What the differentiation made and nobody needs is pruned before it runs.
-        return first_backward is None or op._id < first_backward
+        return first_backward is None or node.number < first_backward
 
-    found: set[tf.Operation] = set()
+    found: set[Node] = set()
     stack = list(needed)
     while stack:
-        op = stack.pop()
-        if op.type in tf_ops.RESIDENT:
+        node = stack.pop()
+        if node.kind in tf_ops.RESIDENT:
             continue
-        for t in op.outputs:
+        for t in node.outputs:
             if sizes.large(t):
-                for c in t.consumers():
+                for op in t.consumers():
+                    c = nodes.of(op)
                     new = c not in needed and c not in found
-                    if new and c.type not in tf_ops.METADATA and runs(c):
+                    if new and c.kind not in tf_ops.METADATA and runs(c):
                         found.add(c)
                         stack.append(c)
     # Their small inputs may come from operations that have not been looked at.
-    for op in ancestors(found, set(needed)) - needed - found:
-        found.add(op)
-    return found
+    return nodes.ancestors(found, needed) - needed
 
 
 def execution_order(
-    ops: set[tf.Operation],
-    forward: set[tf.Operation],
-    outside: set[tf.Operation],
+    among: set[Node],
+    forward: set[Node],
+    outside: set[Node],
     sizes: Sizes,
-) -> list[tuple[tf.Operation, ...]]:
+) -> list[tuple[Node, ...]]:
     """A topological order over data and control edges, ties by creation, in groups.
 
     A group is a unit of operations that must stay together, or a single operation. Operations
@@ -81,20 +67,23 @@ def execution_order(
     activations may then die before the gradient that flows on is allocated.
     O((operations + edges) log operations).
     """
-    nodes = sorted(ops, key=lambda op: op._id)
-    index = {op: i for i, op in enumerate(nodes)}
-    before: list[list[int]] = [[] for _ in nodes]
-    for i, op in enumerate(nodes):
-        for t in op.inputs:
-            p = t.op
-            # The back edge of a TensorFlow 1 loop.
-            if p.type not in ("NextIteration", "RefNextIteration"):
-                before[i].append(index[p])
-        before[i].extend(index[p] for p in op.control_inputs)
-    for i, op in _effects(nodes):
-        before[i].append(index[op])
-    units = _units(nodes, index)
-    rank = _ranks(nodes, index, forward, sizes)
+    nodes = sorted(among, key=by_creation)
+    index = {node: i for i, node in enumerate(nodes)}
+    before = [
+        [index[p] for p in node.makers if p.kind not in _NEXT_ITERATION]
+        + [index[p] for p in node.control_inputs]
+        for node in nodes
+    ]
+    for i, earlier in _effects(nodes):
+        before[i].append(index[earlier])
+    readers = _Readers(nodes)
+    units = _units(nodes, readers)
+    rank = _ranks(nodes, forward, sizes, readers)
+    # Where each operation stands among those that are ready.
+    first = sorted(range(len(nodes)), key=lambda i: (nodes[i] not in outside, rank[i]))
+    place = [0] * len(nodes)
+    for n, i in enumerate(first):
+        place[i] = n
     while True:
         group_of = list(range(len(nodes)))
         members: dict[int, tuple[int, ...]] = {}
@@ -106,23 +95,23 @@ def execution_order(
         next_of: list[list[int]] = [[] for _ in nodes]
         for i, ps in enumerate(before):
             g = group_of[i]
-            for p in {group_of[p] for p in ps} - {g}:
-                waiting[g] += 1
-                next_of[p].append(g)
-        key = [(op not in outside, rank[i], i) for i, op in enumerate(nodes)]
-        heap = [key[i] for i in range(len(nodes)) if group_of[i] == i and not waiting[i]]
+            for p in {group_of[p] for p in ps}:
+                if p != g:
+                    waiting[g] += 1
+                    next_of[p].append(g)
+        heap = [place[i] for i in range(len(nodes)) if group_of[i] == i and not waiting[i]]
         heapq.heapify(heap)
-        order: list[tuple[tf.Operation, ...]] = []
+        order: list[tuple[Node, ...]] = []
         count = 0
         while heap:
-            _, _, g = heapq.heappop(heap)
+            g = first[heapq.heappop(heap)]
             group = members.get(g, (g,))
             order.append(tuple(nodes[i] for i in group))
             count += len(group)
             for n in next_of[g]:
                 waiting[n] -= 1
                 if not waiting[n]:
-                    heapq.heappush(heap, key[n])
+                    heapq.heappush(heap, place[n])
         if count == len(nodes):
             return order
         # Something lies between the members of a unit: it cannot stay together.
@@ -132,32 +121,48 @@ def execution_order(
         units = [u for u in units if u[0] not in stuck]
 
 
+class _Readers:
+    """Who, of some nodes, reads a tensor or waits for an operation; nodes by index."""
+
+    def __init__(self, nodes: Sequence[Node]) -> None:
+        self._of_tensor: dict[int, list[int]] = {}
+        self._of_control: dict[Node, list[int]] = {}
+        for i, node in enumerate(nodes):
+            for t in node.inputs:
+                self._of_tensor.setdefault(id(t), []).append(i)
+            for p in node.control_inputs:
+                self._of_control.setdefault(p, []).append(i)
+
+    def of(self, tensor: tf.Tensor) -> Sequence[int]:
+        """The readers of a tensor in order; one that reads it twice is there twice."""
+        return self._of_tensor.get(id(tensor), ())
+
+    def waiting_for(self, node: Node) -> Sequence[int]:
+        """Those with a control edge from `node`."""
+        return self._of_control.get(node, ())
+
+
 def _ranks(
-    nodes: Sequence[tf.Operation],
-    index: dict[tf.Operation, int],
-    forward: set[tf.Operation],
-    sizes: Sizes,
+    nodes: Sequence[Node], forward: set[Node], sizes: Sizes, readers: _Readers
 ) -> list[float]:
     """The place of each operation among those that are ready: its number, or just before that
     of the first backward reader of what it reads, if its own results are final."""
     rank: list[float] = list(range(len(nodes)))
-    final: set[tf.Operation] = set()
+    final: set[int] = set()
     for i in range(len(nodes) - 1, -1, -1):
-        op = nodes[i]
-        if op in forward or op.type in tf_ops.RESIDENT:
+        node = nodes[i]
+        if node in forward or node.kind in tf_ops.RESIDENT or readers.waiting_for(node):
             continue
-        if any(c in index for c in op._control_outputs):
+        users = (c for t in node.outputs for c in readers.of(t))
+        if not all(c in final and tf_ops.views(nodes[c].op) for c in users):
             continue
-        users = (c for t in op.outputs for c in t.consumers() if c in index)
-        if not all(c in final and tf_ops.views(c) for c in users):
-            continue
-        final.add(op)
+        final.add(i)
         siblings = (
-            index[c]
-            for t in op.inputs
-            if t.op not in forward and sizes.large(t)
-            for c in t.consumers()
-            if c in index and c not in forward
+            c
+            for t, p in zip(node.inputs, node.makers, strict=True)
+            if p not in forward and sizes.large(t)
+            for c in readers.of(t)
+            if nodes[c] not in forward
         )
         rank[i] = min(siblings, default=i) - 0.5
     return rank
@@ -182,58 +187,58 @@ def _on_cycles(stuck: set[int], next_of: Sequence[Sequence[int]]) -> set[int]:
     return set(ahead)
 
 
-def _effects(nodes: Sequence[tf.Operation]) -> Iterable[tuple[int, tf.Operation]]:
+def _effects(nodes: Sequence[Node]) -> Iterable[tuple[int, Node]]:
     """Order among stateful operations that tf.function adds when tracing ends.
 
     Yields (index, operation it comes after): writes of a resource after its earlier reads and
     write, reads after the last write, other stateful operations one after the other.
     """
-    if not getattr(nodes[0].graph, "building_function", False):
+    if not getattr(nodes[0].op.graph, "building_function", False):
         return
-    last: tf.Operation | None = None
-    writer: dict[int, tf.Operation] = {}
-    readers: dict[int, list[tf.Operation]] = {}
-    for i, op in enumerate(nodes):
-        if not op._is_stateful or op.type == "Placeholder":
+    last: Node | None = None
+    writer: dict[int, Node] = {}
+    readers: dict[int, list[Node]] = {}
+    for i, node in enumerate(nodes):
+        if not node.op._is_stateful or node.kind == "Placeholder":
             continue
-        handles = [id(t) for t in op.inputs if t.dtype == tf.resource]
+        handles = [id(t) for t in node.inputs if t.dtype == tf.resource]
         if not handles:
-            if op.inputs:
+            if node.inputs:
                 if last is not None:
                     yield i, last
-                last = op
+                last = node
             continue
-        reads = op.type in ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
+        reads = node.kind in ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
         for h in handles:
             if h in writer:
                 yield i, writer[h]
             if reads:
-                readers.setdefault(h, []).append(op)
+                readers.setdefault(h, []).append(node)
             else:
                 for r in readers.pop(h, ()):
-                    if r is not op:
+                    if r is not node:
                         yield i, r
-                writer[h] = op
+                writer[h] = node
 
 
-def _units(nodes: Sequence[tf.Operation], index: dict[tf.Operation, int]) -> list[tuple[int, ...]]:
+def _units(nodes: Sequence[Node], readers: _Readers) -> list[tuple[int, ...]]:
     """Index tuples of operations that the oneDNN pass may merge, each in execution order."""
+    index = {node.op: i for i, node in enumerate(nodes)}
     partner: dict[int, int] = {}
     taken: set[int] = set()
-    for i, op in enumerate(nodes):
-        for c in tf_ops.fused_partner(op):
+    for i, node in enumerate(nodes):
+        if node.kind not in tf_ops.FUSED_FIRST:
+            continue
+        for c in tf_ops.fused_partner(node.op):
             j = index.get(c)
             if j is None or j in taken:
                 continue
-            if op.type == "BiasAddGrad":
+            if node.kind == "BiasAddGrad":
                 # Of several filters the one of the same layer: made next.
                 if j < i:
                     continue
-            else:
-                users = {u for u in op.outputs[0].consumers() if u in index}
-                users.update(u for u in op._control_outputs if u in index)
-                if users != {c}:
-                    break
+            elif {*readers.of(node.outputs[0]), *readers.waiting_for(node)} != {j}:
+                break
             partner[i] = j
             taken.add(j)
             break

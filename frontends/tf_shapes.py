@@ -8,13 +8,15 @@ import tensorflow as tf
 
 from optckpt.errors import CaptureError
 from optckpt.frontends.tf_loops import LOOPS, collected
+from optckpt.frontends.tf_nodes import Node
 from optckpt.frontends.tf_ops import (
     METADATA,
     RESIDENT,
     SAME_SIZE,
     batch_norm_reserve,
     constant,
-    is_opaque,
+    element_bytes,
+    element_count,
     words,
 )
 
@@ -46,12 +48,10 @@ def tensor_bytes(tensor: tf.Tensor) -> int | None:
 
     Handles, variants and strings count as 0: what they refer to is not theirs.
     """
-    dtype = tensor.dtype
-    count = tensor.shape.num_elements()
-    if is_opaque(dtype):
-        base = dtype.base_dtype
-        if base in (tf.resource, tf.variant, tf.string):
-            return 0
+    element = element_bytes(tensor.dtype)
+    if not element:
+        return 0
+    count = element_count(tensor)
     if count is None and (tensor.op.type, tensor.value_index) == ("FusedBatchNormV3", 5):
         return batch_norm_reserve(tensor.op)
     if count is None:
@@ -59,36 +59,39 @@ def tensor_bytes(tensor: tf.Tensor) -> int | None:
         count = None if shape is None else shape.num_elements()
         if count is None:
             return None
-    return int(count) * int(dtype.size)
+    return int(count) * element
 
 
 class Sizes:
     """Bytes of tensors, and which of them are large (at least `chain_from` bytes)."""
 
-    def __init__(self, ops: Iterable[tf.Operation], chain_from: int | None) -> None:
+    def __init__(self, nodes: Iterable[Node], chain_from: int | None) -> None:
         self._bytes: dict[int, int | None] = {}
         self._lists: dict[tf.Operation, tuple[tuple[int, int], ...]] = {}
         if chain_from is None:
             largest = 0
-            for op in ops:
-                if op.type not in RESIDENT:
-                    for t in op.outputs:
+            for node in nodes:
+                if node.kind not in RESIDENT:
+                    for t in node.outputs:
                         largest = max(largest, self.of(t) or 0)
             chain_from = max(1, min(CHAIN_FROM, largest // 64))
         self.chain_from = chain_from
 
     def of(self, tensor: tf.Tensor) -> int | None:
         key = id(tensor)
-        try:
-            return self._bytes[key]
-        except KeyError:
-            size = self._list_bytes(tensor) if tensor.dtype == tf.variant else tensor_bytes(tensor)
-            source = tensor
-            while size is None and source.op.type in SAME_SIZE:
-                source = source.op.inputs[0]
-                size = tensor_bytes(source)
-            self._bytes[key] = size
-            return size
+        if key not in self._bytes:
+            self._bytes[key] = self._find(tensor)
+        return self._bytes[key]
+
+    def _find(self, tensor: tf.Tensor) -> int | None:
+        size = tensor_bytes(tensor)
+        if size == 0 and tensor.dtype == tf.variant:
+            return self._list_bytes(tensor)
+        source = tensor
+        while size is None and source.op.type in SAME_SIZE:
+            source = source.op.inputs[0]
+            size = tensor_bytes(source)
+        return size
 
     def pieces(self, tensor: tf.Tensor) -> int:
         """In how many blocks of memory of equal size the tensor is: the length of a list."""

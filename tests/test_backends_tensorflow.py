@@ -24,7 +24,7 @@ from optckpt.backends import tensorflow as backend
 from optckpt.backends.tensorflow import RewriteReport, rewrite
 from optckpt.errors import RewriteError, ScheduleError
 from optckpt.frontends.tensorflow import Capture, capture
-from optckpt.frontends.tf_order import ancestors
+from optckpt.frontends.tf_nodes import ancestors
 from optckpt.graph import TrainingGraph
 from optckpt.schedule import Schedule
 from optckpt.simulate import simulate

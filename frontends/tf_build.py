@@ -1,0 +1,350 @@
+"""Operations in order become buffers and units: a `Capture`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import tensorflow as tf
+
+from optckpt.frontends import tf_ops
+from optckpt.frontends.tf_capture import Capture, ViewChain
+from optckpt.frontends.tf_devices import Devices
+from optckpt.frontends.tf_nodes import Node
+from optckpt.frontends.tf_resident import Residents
+from optckpt.frontends.tf_shapes import Sizes
+from optckpt.graph import Buffer, Operation, TrainingGraph
+from optckpt.schedule import Schedule
+from optckpt.simulate import simulate
+
+log = logging.getLogger("optckpt.frontends.tensorflow")
+
+CPU_COUNT_FROM = 256 * 1024
+"""TensorFlow's CPU allocator (oneDNN build) hands smaller blocks to malloc, uncounted."""
+GPU_ROUNDING = 256
+
+# An operation that waits for more units than this becomes a junction: a unit of its own, so that
+# what comes after it waits for one unit instead of for all of them.
+_JUNCTION = 32
+
+_NOTHING: frozenset[int] = frozenset()
+
+
+@dataclass(slots=True)
+class _Unit:
+    """What becomes an `Operation`; see there and in `Capture` for what is not explained here."""
+
+    group: tuple[Node, ...]
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    inplace: tuple[int, ...]
+    after: tuple[int, ...]
+    forward: bool
+    repeatable: bool
+    chained: bool
+    movable: bool
+    internal: int
+    """Bytes, of blocks of all sizes."""
+    device: str
+
+
+@dataclass(slots=True)
+class _Buffer:
+    tensor: tf.Tensor
+    size: int
+    """Bytes, of blocks of all sizes."""
+    pieces: int
+    """In how many blocks of equal size it is."""
+    producer: int
+
+
+class Build:
+    """Turns operations in order into a Capture."""
+
+    def __init__(
+        self,
+        order: Sequence[tuple[Node, ...]],
+        forward: set[Node],
+        outside: set[Node],
+        sizes: Sizes,
+        context: Any,
+    ) -> None:
+        """`context`: the control flow context that the step is in; others are not rewritten."""
+        self._order = order
+        self._forward = forward
+        self._outside = outside
+        self._sizes = sizes
+        self._context = context
+        self._devices = Devices()
+        self._residents = Residents(sizes)
+        self._small: list[int] = []
+        self._views: dict[int, tuple[int, ViewChain]] = {}
+        self._ignored: list[tuple[tf.Operation, int]] = []
+        self._plain_reads: list[tuple[int, int]] = []
+        self._buffers: list[_Buffer] = []
+        self._units: list[_Unit] = []
+        self._pinned: set[int] = set()
+        # For each node the units that a successor has to wait for.
+        self._waits: dict[Node, frozenset[int]] = {}
+        for group in order:
+            self._add(group)
+
+    def _add(self, group: tuple[Node, ...]) -> None:
+        before = self._before(group)
+        node = group[0]
+        if len(group) == 1:
+            if node.kind in tf_ops.RESIDENT:
+                self._residents.add(node)
+                self._pass_on(node, before)
+                return
+            if self._add_view(node) or self._residents.add_folded(node):
+                self._pass_on(node, before)
+                return
+        reads = self._reads(group)
+        writes, internal = self._writes(group)
+        if reads or writes or self._touches_large(group):
+            self._add_unit(group, reads, writes, internal, before)
+        else:
+            self._pass_on(node, before)
+
+    def _before(self, group: tuple[Node, ...]) -> frozenset[int]:
+        """The units that `group` has to wait for."""
+        # Absent are the group's own, and the back edge of a TensorFlow 1 loop.
+        found = {
+            self._waits.get(p, _NOTHING)
+            for node in group
+            for p in (*node.makers, *node.control_inputs)
+        }
+        found.discard(_NOTHING)
+        return found.pop() if len(found) == 1 else _NOTHING.union(*found)
+
+    def _pass_on(self, node: Node, before: frozenset[int]) -> None:
+        if len(before) > _JUNCTION:
+            self._add_unit((node,), (), [], 0, before)
+        else:
+            self._waits[node] = before
+
+    def _add_view(self, node: Node) -> bool:
+        if not tf_ops.may_view(node.kind):
+            return False
+        pairs = tf_ops.views(node.op)
+        if not pairs or node.op._get_control_flow_context() is not self._context:
+            return False
+        for i, o in pairs:
+            source, out = node.inputs[i], node.outputs[o]
+            found = self._views.get(id(source))
+            if found is None:
+                self._residents.add_view(source, out)
+            else:
+                b, chain = found
+                self._views[id(out)] = (b, (*chain, (node.op, i, o)))
+        return True
+
+    def _reads(self, group: tuple[Node, ...]) -> tuple[int, ...]:
+        found: dict[int, None] = {}
+        for node in group:
+            if node.kind in tf_ops.METADATA:
+                continue
+            for i, t in enumerate(node.inputs):
+                view = self._views.get(id(t))
+                if view is None:
+                    continue
+                if tf_ops.ignored_input(node.op) == i and self._is_ours(node):
+                    self._ignored.append((node.op, i))
+                    self._plain_reads.append((len(self._units), view[0]))
+                else:
+                    found[view[0]] = None
+        return tuple(found)
+
+    def _is_ours(self, node: Node) -> bool:
+        """Whether the rewrite may redirect the inputs of `node`."""
+        return node not in self._outside and node.op._get_control_flow_context() is self._context
+
+    def _touches_large(self, group: tuple[Node, ...]) -> bool:
+        return any(
+            self._sizes.large(t)
+            for node in group
+            if node.kind not in tf_ops.METADATA
+            for t in node.inputs
+        )
+
+    def _writes(self, group: tuple[Node, ...]) -> tuple[list[tf.Tensor], int]:
+        """The large tensors that the group hands on, and the bytes used inside only."""
+        writes = []
+        internal = 0
+        for node, after in zip(group, (*group[1:], None), strict=True):
+            for t in node.outputs:
+                size = self._sizes.exact(t)
+                if after is not None and any(i is t for i in after.inputs):
+                    # BiasAdd and Relu work in place, a convolution does not.
+                    if after.kind not in ("BiasAdd", "Relu"):
+                        internal += size
+                elif size >= self._sizes.chain_from:
+                    writes.append(t)
+                else:
+                    self._small.append(size)
+        if len(writes) > 1 and tf_ops.inplace_inputs(group[0].op):
+            # The output that may take over an input's memory comes first.
+            writes.sort(key=self._sizes.exact, reverse=True)
+        return writes, internal
+
+    def _add_unit(
+        self,
+        group: tuple[Node, ...],
+        reads: tuple[int, ...],
+        writes: list[tf.Tensor],
+        internal: int,
+        before: frozenset[int],
+    ) -> None:
+        u = len(self._units)
+        outside = group[0] in self._outside
+        movable = all(self._is_ours(node) for node in group)
+        makers = {self._buffers[b].producer for b in reads}
+        if not movable and reads:
+            # The inputs are not redirected: what they are must not be made again before.
+            latest = max(before)
+            self._pinned.update(p for p in makers if p != latest or not outside)
+        inplace = self._inplace(group, writes)
+        first = len(self._buffers)
+        for t in writes:
+            self._views[id(t)] = (len(self._buffers), ())
+            self._buffers.append(_Buffer(t, self._sizes.exact(t), self._sizes.pieces(t), u))
+        forward = not outside and all(node in self._forward for node in group)
+        for node in group:
+            self._devices.add(node.op, sum(self._sizes.exact(t) for t in node.outputs))
+        self._units.append(
+            _Unit(
+                group=group,
+                reads=reads,
+                writes=tuple(range(first, len(self._buffers))),
+                inplace=inplace,
+                after=tuple(sorted(before - makers)),
+                forward=forward,
+                repeatable=forward
+                and movable
+                and all(self._may_be_repeated(node) for node in group),
+                chained=movable and all(tf_ops.can_wait(node.op) for node in group),
+                movable=movable,
+                internal=internal,
+                device=self._devices.of(group[0].op),
+            )
+        )
+        alone = frozenset((u,))
+        for node in group:
+            self._waits[node] = alone
+
+    def _may_be_repeated(self, node: Node) -> bool:
+        # A reference variable may have been changed in place by the time.
+        return tf_ops.is_pure(node.op) and not any(map(self._residents.is_reference, node.inputs))
+
+    def _inplace(self, group: tuple[Node, ...], writes: list[tf.Tensor]) -> tuple[int, ...]:
+        if len(group) > 1 or not writes:
+            return ()
+        node = group[0]
+        out = writes[0]
+        found = []
+        for i in tf_ops.inplace_inputs(node.op):
+            t = node.inputs[i]
+            if id(t) not in self._views or t.dtype != out.dtype:
+                continue
+            b = self._views[id(t)][0]
+            holders = sum(self._views.get(id(o), (-1,))[0] == b for o in node.inputs)
+            size = self._sizes.exact(out)
+            if holders == 1 and size == self._sizes.exact(t) == self._buffers[b].size:
+                found.append(b)
+        return tuple(dict.fromkeys(found))
+
+    def finish(
+        self,
+        tf_graph: tf.Graph,
+        outputs: tuple[tf.Tensor, ...],
+        count_from: int | None,
+        name: str,
+    ) -> Capture:
+        """The capture; arguments as those of `optckpt.frontends.tensorflow.capture`."""
+        device = self._devices.main()
+        on_gpu = "CPU" not in device
+        held = tuple(dict.fromkeys(self._views[id(t)][0] for t in outputs if id(t) in self._views))
+        # Whoever holds an output holds the tensor of the original execution.
+        self._pinned.update(self._buffers[b].producer for b in held)
+        members = tuple(node.op for group in self._order for node in group)
+        resident = self._residents.blocks(set(members))
+        elsewhere = [unit.device != device for unit in self._units]
+        operations = [
+            Operation(
+                name=unit.group[0].op.name,
+                kind="+".join(node.kind for node in unit.group),
+                seconds=0.0,
+                reads=unit.reads,
+                writes=unit.writes,
+                inplace=unit.inplace,
+                forward=unit.forward,
+                repeatable=unit.repeatable and not away and u not in self._pinned,
+                after=unit.after,
+            )
+            for u, (unit, away) in enumerate(zip(self._units, elsewhere, strict=True))
+        ]
+        names = [(b.tensor.name, b.tensor.dtype.name) for b in self._buffers]
+
+        def graph(count_from: int) -> tuple[TrainingGraph, tuple[int, ...]]:
+            def counted(size: int, pieces: int = 1) -> int:
+                block = size // max(1, pieces)
+                if block < count_from:
+                    return 0
+                if on_gpu:
+                    block = -(-block // GPU_ROUNDING) * GPU_ROUNDING
+                return block * pieces
+
+            spaces = tuple(counted(unit.internal) for unit in self._units)
+            return TrainingGraph(
+                operations=tuple(
+                    replace(op, workspace=space) if space else op
+                    for op, space in zip(operations, spaces, strict=True)
+                ),
+                buffers=tuple(
+                    Buffer(label, 0 if elsewhere[b.producer] else counted(b.size, b.pieces), dtype)
+                    for b, (label, dtype) in zip(self._buffers, names, strict=True)
+                ),
+                outputs=held,
+                resident=sum(map(counted, resident)) + sum(map(counted, self._small)),
+                name=name,
+            ), spaces
+
+        if count_from is None:
+            count_from = 0 if on_gpu else CPU_COUNT_FROM
+            built, internal = graph(count_from)
+            if count_from:
+                full, all_internal = graph(0)
+                base = Schedule.base(full)
+                if 2 * simulate(built, base).peak < simulate(full, base).peak:
+                    count_from, built, internal = 0, full, all_internal
+        else:
+            built, internal = graph(count_from)
+        log.debug(
+            "captured %d operations, %d buffers on %s",
+            len(built.operations),
+            len(built.buffers),
+            device,
+        )
+        return Capture(
+            graph=built,
+            tf_graph=tf_graph,
+            members=members,
+            units=tuple(tuple(node.op for node in unit.group) for unit in self._units),
+            tensors=tuple(b.tensor for b in self._buffers),
+            device=device,
+            chained=tuple(
+                unit.chained and not away for unit, away in zip(self._units, elsewhere, strict=True)
+            ),
+            movable=tuple(unit.movable for unit in self._units),
+            internal=internal,
+            views=self._views,
+            outputs=outputs,
+            ignored=tuple(self._ignored),
+            plain_reads=tuple(self._plain_reads),
+            resident_blocks=resident,
+            count_from=count_from,
+            chain_from=self._sizes.chain_from,
+        )

@@ -1,0 +1,67 @@
+"""What a capture is: a training graph, and what each of its parts is in TensorFlow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import tensorflow as tf
+
+from optckpt.graph import TrainingGraph
+
+ViewChain = tuple[tuple[tf.Operation, int, int], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Capture:
+    """A captured step: the framework-free graph, and what each of its parts is in TensorFlow."""
+
+    graph: TrainingGraph
+    """Times are 0 until `optckpt.costs` has measured them."""
+    tf_graph: tf.Graph
+    """The live graph that was captured."""
+    members: tuple[tf.Operation, ...]
+    """Every TensorFlow operation that takes part, in a topological order."""
+    units: tuple[tuple[tf.Operation, ...], ...]
+    """The TensorFlow operations of each `graph.operations[i]`, in execution order."""
+    tensors: tuple[tf.Tensor, ...]
+    """The tensor that owns each `graph.buffers[b]`; others may be views of it."""
+    device: str
+    """Device the step runs on: "/device:CPU:0", "/device:GPU:1", ..."""
+    chained: tuple[bool, ...]
+    """Whether the rewritten graph fixes the place of each unit by control edges."""
+    movable: tuple[bool, ...]
+    """Whether the inputs of each unit may be redirected to re-executed copies."""
+    internal: tuple[int, ...]
+    """Bytes of the tensors that are made and used up inside each unit and need memory of their
+    own; already part of `graph.operations[i].workspace`."""
+    views: dict[int, tuple[int, ViewChain]]
+    """id(tensor) -> (buffer, chain of (view operation, input index, output index) that leads
+    from the buffer's own tensor to this one), for every tensor in a buffer's memory."""
+    outputs: tuple[tf.Tensor, ...]
+    """The tensors that must be in memory at the end: losses, gradients, what is kept."""
+    ignored: tuple[tuple[tf.Operation, int], ...]
+    """(operation, input index) of inputs that a kernel ignores; the rewrite empties them."""
+    plain_reads: tuple[tuple[int, int], ...]
+    """(operation of the graph, buffer) that these inputs read where nothing is rewritten."""
+    resident_blocks: tuple[int, ...]
+    """Bytes of each variable, input and constant that the step finds in memory."""
+    count_from: int
+    """Blocks smaller than this many bytes are not counted by the device's allocator."""
+    chain_from: int
+    """Operations on tensors smaller than this many bytes are left to themselves."""
+
+    def plain(self, graph: TrainingGraph) -> TrainingGraph:
+        """`graph` (this one, or with costs) as TensorFlow runs it where nothing is rewritten."""
+        more: dict[int, list[int]] = {}
+        for u, b in self.plain_reads:
+            more.setdefault(u, []).append(b)
+        operations = list(graph.operations)
+        for u, buffers in more.items():
+            op = operations[u]
+            operations[u] = replace(op, reads=(*op.reads, *buffers))
+        return replace(graph, operations=tuple(operations))
+
+    def buffers_of(self, tensors: Iterable[tf.Tensor]) -> tuple[int, ...]:
+        """The buffers that hold `tensors`; tensors that are always kept have none."""
+        return tuple(dict.fromkeys(self.views[id(t)][0] for t in tensors if id(t) in self.views))

@@ -1,0 +1,89 @@
+"""What is in memory throughout the step: variables, arguments, constants, and what is folded."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import tensorflow as tf
+
+from optckpt.frontends import tf_ops
+from optckpt.frontends.tf_nodes import Node
+from optckpt.frontends.tf_shapes import Sizes
+
+
+class Residents:
+    """Resident tensors and their bytes, gathered along a topological order."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self._sizes = sizes
+        self._references: set[int] = set()
+        self._constants: set[int] = set()
+        self._blocks: dict[int, int] = {}
+        """id(what holds the memory) -> bytes."""
+        self._folds: set[tf.Operation] = set()
+        self._folded: list[tf.Tensor] = []
+
+    def add(self, node: Node) -> None:
+        """Count a variable, an argument or a constant."""
+        for t in node.outputs:
+            key = id(t)
+            if node.kind == "Const":
+                self._constants.add(key)
+                size = self._sizes.of(t)
+            else:
+                if tf_ops.is_reference(t.dtype):
+                    self._references.add(key)
+                handle = node.inputs[0] if node.kind == "ReadVariableOp" else t
+                while handle.op.type == "Identity":
+                    handle = handle.op.inputs[0]
+                key = id(handle)
+                size = _handle_bytes(t) if t.dtype == tf.resource else self._sizes.of(t)
+            # Where an argument's unknown size matters, what is computed from it raises.
+            self._blocks[key] = max(self._blocks.get(key, 0), size or 0)
+
+    def add_view(self, source: tf.Tensor, view: tf.Tensor) -> None:
+        """Note that `view` shares the memory of `source`, which may be resident."""
+        for tensors in (self._references, self._constants):
+            if id(source) in tensors:
+                tensors.add(id(view))
+
+    def add_folded(self, node: Node) -> bool:
+        """Count what the executor computes once, before the first step, and keeps.
+
+        Returns whether it does so with this operation.
+        """
+        if any(id(t) not in self._constants for t in node.inputs):
+            return False
+        if not tf_ops.is_foldable(node.op):
+            return False
+        if any(self._sizes.exact(t) > tf_ops.LARGEST_FOLDED for t in node.outputs):
+            return False
+        for t in node.outputs:
+            self._constants.add(id(t))
+            if self._sizes.large(t):
+                self._folded.append(t)
+        self._folds.add(node.op)
+        return True
+
+    def is_reference(self, tensor: tf.Tensor) -> bool:
+        """Whether the tensor is the memory of a variable that is changed in place."""
+        return id(tensor) in self._references
+
+    def blocks(self, members: Collection[tf.Operation]) -> tuple[int, ...]:
+        """Bytes of each block, in a step of the operations `members`."""
+        blocks = dict(self._blocks)
+        for t in self._folded:
+            # Of a chain of constants only the last is kept.
+            if any(c in members and c not in self._folds for c in t.consumers()):
+                blocks[id(t)] = self._sizes.exact(t)
+        return tuple(blocks.values())
+
+
+def _handle_bytes(handle: tf.Tensor) -> int:
+    """Bytes of the variable behind a resource handle (0 if it is none or has no fixed shape)."""
+    data = getattr(handle, "_handle_data", None)
+    if data is None or not data.is_set or len(data.shape_and_type) != 1:
+        return 0
+    entry = data.shape_and_type[0]
+    count = tf.TensorShape(entry.shape).num_elements()
+    return 0 if count is None else count * tf.as_dtype(entry.dtype).size
