@@ -164,15 +164,27 @@ class _Search:
             with contextlib.suppress(OptckptError):
                 solution = strategy(self.graph, self.budget + self.graph.resident, limited)
                 cert = solution.certificate
-                if (
-                    cert.status == "feasible"
-                    and cert.cost is not None
-                    and cert.cost < self.best_cost
-                ):
-                    if not self.found:
-                        self.seconds_first = self.elapsed()
-                    self.exact, self.best_cost = solution.schedule, cert.cost
-                    self.report()
+                if solution.schedule is not None and cert.status == "feasible":
+                    self.offer_schedule(solution.schedule, cert.cost)
+
+    def offer_start(self, schedule: Schedule) -> None:
+        """Take a schedule that was known before as incumbent if it fits and is cheaper."""
+        firsts = {members[0]: unit for unit, members in enumerate(self.problem.members)}
+        sequence = [firsts[o] for o in schedule.executions if o in firsts]
+        if self.problem.expand(sequence) == schedule.executions:
+            self.offer(sequence)
+            return
+        result = simulate(self.graph, schedule)
+        if result.peak <= self.budget + self.graph.resident:
+            self.offer_schedule(schedule, result.overhead)
+
+    def offer_schedule(self, schedule: Schedule, price: float | None) -> None:
+        """Take `schedule`, which fits, as incumbent if it is cheaper."""
+        if price is not None and price < self.best_cost:
+            if not self.found:
+                self.seconds_first = self.elapsed()
+            self.exact, self.best_cost = schedule, price
+            self.report()
 
     def raise_bound(self, bound: float) -> None:
         if bound > self.bound:
@@ -227,6 +239,8 @@ class _Search:
         self.compiling = time.monotonic() - before
         if self.compiling > 1:
             logger.info("compiled the local search in %.1f s (once)", self.compiling)
+        if self.options.start is not None:
+            self.offer_start(self.options.start)
         if not self.first_bound():
             return "infeasible"
         sequence = self.base

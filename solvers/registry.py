@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from optckpt.errors import OptckptError
 from optckpt.graph import TrainingGraph
 from optckpt.registry import Registry
-from optckpt.schedule import Solution
+from optckpt.schedule import Schedule, Solution
 from optckpt.simulate import simulate
 
 
@@ -54,6 +54,8 @@ class SolveOptions:
     checkpoints: tuple[int, ...] | None = None
     """Buffers to keep, for the strategy `explicit`."""
     progress: Callable[[Progress], None] | None = None
+    start: Schedule | None = None
+    """A schedule that is known already; `optimal` begins from it."""
 
     def __post_init__(self) -> None:
         for name, (kind, fits, what) in _NUMBERS.items():

@@ -1,0 +1,120 @@
+"""The memory-time curve: monotone, within proven bounds, right where brute force knows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from optckpt.errors import BudgetError
+from optckpt.frontends import synthetic
+from optckpt.graph import TrainingGraph
+from optckpt.schedule import Schedule
+from optckpt.simulate import simulate
+from optckpt.solvers.brute_force import cheapest
+from optckpt.solvers.floor import static_floor
+from optckpt.solvers.frontier import floor, frontier, least_memory
+from optckpt.solvers.registry import SolveOptions
+
+OPTIONS = SolveOptions(time_limit=20, threads=1)
+
+
+def lowest_by_brute_force(graph: TrainingGraph) -> int:
+    low, high = 0, simulate(graph, Schedule.base(graph)).peak
+    while low < high:
+        middle = (low + high) // 2
+        if cheapest(graph, middle) is None:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@settings(derandomize=True, deadline=None, max_examples=12)
+@given(seed=st.integers(0, 10_000))
+def test_floor_brackets_the_smallest_peak(seed: int) -> None:
+    graph = synthetic.random_layered(4, seed=seed)
+    found = floor(graph, OPTIONS)
+    lowest = lowest_by_brute_force(graph)
+    assert found.bound <= lowest <= found.peak
+    assert simulate(graph, found.schedule).peak == found.peak
+    # The search ends at 0.2 % of the bytes above the resident ones.
+    plain = simulate(graph, Schedule.base(graph)).peak
+    assert found.peak - found.bound <= max(1, (plain - graph.resident) // 200)
+
+
+def test_floor_of_a_chain_is_below_every_heuristics_peak() -> None:
+    graph = synthetic.chain(40)
+    found = floor(graph, OPTIONS)
+    assert static_floor(graph).bytes <= found.bound <= found.peak
+    assert found.peak < 0.3 * simulate(graph, Schedule.base(graph)).peak
+    assert simulate(graph, found.schedule).peak == found.peak
+
+
+@pytest.mark.parametrize(
+    "graph", [synthetic.residual_chain(8), synthetic.unet(3)], ids=["residual", "unet"]
+)
+def test_frontier_is_monotone_and_proven(graph: TrainingGraph) -> None:
+    seen = []
+    curve = frontier(graph, 6, OPTIONS, progress=seen.append)
+    assert len(seen) >= 2
+    assert curve.floor is not None
+    assert curve.points[0].budget == curve.floor.peak
+    last = curve.points[-1]
+    assert last.overhead == 0.0
+    assert last.peak <= simulate(graph, Schedule.base(graph)).peak
+    for p in curve.points:
+        result = simulate(graph, p.schedule)
+        assert (result.peak, result.overhead) == (p.peak, p.overhead)
+        assert p.peak <= p.budget
+        assert p.bound <= p.overhead
+    for lower, higher in zip(curve.points, curve.points[1:], strict=False):
+        assert lower.budget < higher.budget
+        assert lower.peak <= higher.peak
+        assert lower.overhead >= higher.overhead
+        assert lower.bound >= higher.bound
+    assert curve.knee in curve.points
+
+
+def test_frontier_of_a_heuristic_is_monotone_too() -> None:
+    graph = synthetic.residual_chain(12)
+    plain = simulate(graph, Schedule.base(graph)).peak
+    budgets = [plain * k // 10 for k in (9, 4, 6, 8, 5)]
+    curve = frontier(graph, budgets, OPTIONS, strategy="chen_greedy")
+    assert curve.floor is None
+    assert {p.budget for p in curve.points} <= set(budgets)
+    for lower, higher in zip(curve.points, curve.points[1:], strict=False):
+        assert lower.peak <= higher.peak
+        assert lower.overhead >= higher.overhead
+
+
+def test_budgets_below_the_floor_are_left_out() -> None:
+    graph = synthetic.chain(10)
+    plain = simulate(graph, Schedule.base(graph)).peak
+    low = static_floor(graph).bytes - 1
+    assert [p.budget for p in frontier(graph, [low, plain], OPTIONS).points] == [plain]
+    with pytest.raises(BudgetError, match="no schedule was found within any of the 1 budgets"):
+        frontier(graph, [low], OPTIONS)
+    with pytest.raises(BudgetError, match="at least 2 points"):
+        frontier(graph, 1, OPTIONS)
+
+
+@settings(derandomize=True, deadline=None, max_examples=8)
+@given(seed=st.integers(0, 10_000), share=st.sampled_from([0.0, 0.05, 0.3]))
+def test_least_memory_is_that_of_brute_force(seed: int, share: float) -> None:
+    graph = synthetic.random_layered(4, seed=seed)
+    found = least_memory(graph, share, replace(OPTIONS, gap=0.0))
+    assert found.overhead <= share + 1e-9
+    assert simulate(graph, found.schedule).peak == found.peak == found.budget
+    plain = simulate(graph, Schedule.base(graph)).peak
+    below = found.peak - max(1, (plain - graph.resident) // 200)
+    best = cheapest(graph, below)
+    assert best is None or simulate(graph, best[1]).overhead > share
+
+
+@pytest.mark.parametrize("wrong", [-0.1, float("nan")])
+def test_least_memory_refuses_what_is_no_share(wrong: float) -> None:
+    with pytest.raises(BudgetError, match="max_overhead must be a number of at least 0"):
+        least_memory(synthetic.chain(4), wrong)
