@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 
 from optckpt.solvers.engine import INFINITY, MipModel
 from optckpt.solvers.preprocess import Problem, memory_unit
+from optckpt.solvers.units import joined
 
 STEP = 1000.0
 """Objective value of the plain step's time: keeps coefficients in the solvers' good range."""
@@ -104,6 +105,8 @@ class _Builder:
     unit: int
     moments: dict[int, list[int]]
     """Cut -> operations whose re-execution right after it gets a moment row."""
+    joined: dict[int, int]
+    """Operation -> the reader together with which alone it is executed again; see `units`."""
     model: MipModel = field(default_factory=MipModel)
     kept: list[frozenset[int]] = field(default_factory=list)
     keep: list[dict[int, int]] = field(default_factory=list)
@@ -116,6 +119,7 @@ class _Builder:
     def add_columns(self, i: int) -> None:
         p, cut = self.problem, self.cuts[i]
         buffers, operations = relevant(p, cut)
+        buffers = [t for t in buffers if self.joined.get(p.producer[t], cut) >= cut]
         read_here = set(p.reads[cut])
         fixed = frozenset(
             t
@@ -124,18 +128,28 @@ class _Builder:
         )
         self.kept.append(fixed)
         self.keep.append({t: self.model.add_column() for t in buffers if t not in fixed})
-        self.comp.append({o: self.model.add_column(cost=p.cost[o] * STEP) for o in operations})
-        self.again.append(
-            self.comp[i]
-            if i == len(self.cuts) - 1
-            else {o: self.model.add_column(integer=False) for o in operations}
-        )
+        self.comp.append(self.column_per_block(cut, operations, True))
+        last = i == len(self.cuts) - 1
+        self.again.append(self.comp[i] if last else self.column_per_block(cut, operations, False))
+
+    def column_per_block(self, cut: int, operations: list[int], priced: bool) -> dict[int, int]:
+        """Operation -> column, one for all that are executed again together after `cut`."""
+        columns: dict[int, int] = {}
+        for o in reversed(operations):
+            reader = self.joined.get(o, cut)
+            if reader < cut:
+                columns[o] = columns[reader]
+            else:
+                columns[o] = self.model.add_column(integer=priced)
+            if priced:
+                self.model.cost[columns[o]] += self.problem.cost[o] * STEP
+        return dict(sorted(columns.items()))
 
     def supply(self, i: int, t: int, source: dict[int, int]) -> dict[int, float] | None:
         """Terms of keep[i,t] + source[producer of t]; None if that is 1 in any case."""
         if t in self.kept[i]:
             return None
-        terms = {self.keep[i][t]: 1.0}
+        terms = {self.keep[i][t]: 1.0} if t in self.keep[i] else {}
         column = source.get(self.problem.producer[t])
         if column is not None:
             terms[column] = 1.0
@@ -167,20 +181,21 @@ class _Builder:
         for o, column in comp.items():
             for t in p.reads[o]:
                 terms = self.supply(i, t, comp)
-                if terms is not None:
+                if terms is not None and column not in terms:
                     self.at_least({**terms, column: -1.0}, 0.0)
         if last:
             return
         for o, column in again.items():
             later = self.again[i + 1].get(o)
-            terms = {comp[o]: 1.0, column: -1.0}
-            if later is not None:
-                terms[later] = 1.0
-                self.at_least({column: 1.0, later: -1.0}, 0.0)
-            self.at_least(terms, 0.0)
+            if self.joined.get(o, cut) >= cut:
+                terms = {comp[o]: 1.0, column: -1.0}
+                if later is not None:
+                    terms[later] = 1.0
+                    self.at_least({column: 1.0, later: -1.0}, 0.0)
+                self.at_least(terms, 0.0)
             for t in p.reads[o]:
                 more = self.supply(i, t, again)
-                if more is not None:
+                if more is not None and column not in more:
                     self.at_least({**more, column: -1.0}, 0.0)
 
     def add_memory(self, i: int) -> None:
@@ -297,7 +312,9 @@ def build(
     grouped: dict[int, list[int]] = {}
     for cut, o in sorted(moments):
         grouped.setdefault(cut, []).append(o)
-    builder = _Builder(problem, tuple(cuts), budget, memory_unit(problem, budget), grouped)
+    unit = memory_unit(problem, budget)
+    blocks = {} if grouped else joined(problem, unit)
+    builder = _Builder(problem, tuple(cuts), budget, unit, grouped, blocks)
     for i in range(len(cuts)):
         builder.add_columns(i)
     for i in range(len(cuts)):
