@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from optckpt.frontends import tf_ops
+from optckpt.frontends import tf_onednn, tf_ops
 from optckpt.frontends.tf_capture import Capture, ViewChain
 from optckpt.frontends.tf_devices import Devices
 from optckpt.frontends.tf_nodes import Node
@@ -210,7 +210,9 @@ class Build:
         first = len(self._buffers)
         for t in writes:
             self._views[id(t)] = (len(self._buffers), ())
-            self._buffers.append(_Buffer(t, self._sizes.exact(t), self._sizes.pieces(t), u))
+            # One buffer for both: they are made together, and the gradient reads both.
+            size = self._sizes.exact(t) + tf_onednn.hidden_bytes(t.op)
+            self._buffers.append(_Buffer(t, size, self._sizes.pieces(t), u))
         forward = not outside and all(node in self._forward for node in group)
         for node in group:
             self._devices.add(node.op, sum(self._sizes.exact(t) for t in node.outputs))

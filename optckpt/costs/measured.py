@@ -30,6 +30,7 @@ from optckpt.costs.signature import (
     make_program,
     short_device,
 )
+from optckpt.frontends.tf_onednn import needs_no_workspace
 from optckpt.graph import TrainingGraph
 
 logger = logging.getLogger("optckpt.costs")
@@ -150,6 +151,8 @@ class _Meter:
         cost = self._program([op], op.type)
         if cost is None:
             return self._estimate(op)
+        if cost.workspace and needs_no_workspace(op):
+            cost = Cost(cost.seconds, 0)
         if in_place and cost.seconds > _WORTH_CHAINING:
             return self._in_place(op, cost)
         return cost
