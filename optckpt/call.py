@@ -10,7 +10,7 @@ import inspect
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,11 +25,12 @@ from optckpt.allocator import Allocator
 from optckpt.backends.tensorflow import rewrite
 from optckpt.budget import Budget, format_bytes
 from optckpt.config import Config, find_config
-from optckpt.errors import CaptureError, OptckptError
+from optckpt.errors import CaptureError, OptckptError, PlanError
 from optckpt.frontends.tensorflow import Capture, capture
 from optckpt.graph import TrainingGraph
 from optckpt.planner import check_fits, make_plan
 from optckpt.schedule import Plan
+from optckpt.solvers import registry
 from optckpt.solvers.registry import SolveOptions, Strategy
 
 logger = logging.getLogger(__name__)
@@ -102,9 +103,16 @@ def gradients(
     _refuse_xla()
     if checkpoints is None and strategy is None:
         checkpoints = settings.checkpoints
-    chosen = _checkpoint_strategy(checkpoints) or strategy or settings.strategy
+    # What is wrong with the arguments is said before the graph grows and costs are measured.
+    chosen = _checkpoint_strategy(checkpoints) or _known(strategy or settings.strategy)
     if budget is None:
         budget = settings.budget
+    if budget is not None:
+        budget = Budget.parse(budget)
+    if isinstance(plan, str | Path):
+        plan = Plan.load(plan)
+    elif plan is not None and not isinstance(plan, Plan):
+        raise PlanError(f"plan= takes a Plan or the path of one, got {type(plan).__name__}")
     flat_xs, pack = _flatten_xs(xs)
     result = _tf_gradients(
         ys,
@@ -121,14 +129,7 @@ def gradients(
         found = capture_gradients(ys, result, settings)
         if budget is None and chosen == "optimal":
             budget = Budget(bytes=device.memory_limit(found.device))
-        made = _plan_and_rewrite(
-            found,
-            budget,
-            chosen,
-            checkpoints,
-            settings,
-            Plan.load(plan) if isinstance(plan, str | Path) else plan,
-        )
+        made = _plan_and_rewrite(found, budget, chosen, checkpoints, settings, plan)
         _remember(made)
         if on_plan is not None:
             on_plan(made)
@@ -229,7 +230,7 @@ def allocator_of(found: Capture) -> Allocator | None:
 
 def _plan_and_rewrite(
     found: Capture,
-    budget: Budget | int | float | str | None,
+    budget: Budget | None,
     strategy: str | Strategy,
     checkpoints: Checkpoints | None,
     settings: Config,
@@ -305,7 +306,24 @@ def _checkpoint_strategy(checkpoints: Checkpoints | None) -> str | None:
                 "list of tensors"
             )
         return known[checkpoints]
+    if isinstance(checkpoints, tf.Tensor | tf.Variable) or not isinstance(checkpoints, Iterable):
+        raise OptckptError(
+            "checkpoints= takes 'memory', 'speed', 'collection' or a list of tensors, got "
+            f"{type(checkpoints).__name__}"
+        )
     return "explicit"
+
+
+def _known(strategy: str | Strategy) -> str | Strategy:
+    """The strategy, if there is one of this name or it can be called."""
+    if isinstance(strategy, str):
+        registry.get(strategy)
+    elif not callable(strategy):
+        raise OptckptError(
+            f"strategy= takes a name ({', '.join(registry.names())}) or a function, got "
+            f"{type(strategy).__name__}"
+        )
+    return strategy
 
 
 def _solve_options(

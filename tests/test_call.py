@@ -272,6 +272,30 @@ class TestRefusals:
         with pytest.raises(OptckptError, match=r"nonsense.*sqrt_n"):
             run(budgeted("80%", strategy="nonsense"), weights())
 
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"budget": "lots"}, "lots"),
+            ({"strategy": "nonsense"}, "unknown strategy 'nonsense'"),
+            ({"strategy": 7}, "strategy= takes a name .* got int"),
+            ({"checkpoints": 7}, "checkpoints= takes .* got int"),
+            ({"checkpoints": "everything"}, "unknown checkpoints='everything'"),
+            ({"plan": {}}, "plan= takes a Plan or the path of one, got dict"),
+            ({"plan": "none.json"}, "cannot read the plan none.json"),
+            ({"config": "none.yaml"}, "cannot read the configuration none.yaml"),
+        ],
+    )
+    def test_arguments_are_checked_before_anything_is_done(self, arguments, message):
+        with tf.Graph().as_default() as graph:
+            x = tf.constant([1.0])
+            y = tf.tanh(x)
+            before = len(graph.get_operations())
+            with pytest.raises(OptckptError, match=message):
+                optckpt.gradients(y, [x], **arguments)
+            with pytest.raises(OptckptError, match=r"checkpoints= takes .* list of tensors"):
+                optckpt.gradients(y, [x], checkpoints=y)
+            assert len(graph.get_operations()) == before
+
     def test_unknown_checkpoints(self):
         with pytest.raises(OptckptError, match="everything"):
             run(budgeted("80%", checkpoints="everything"), weights())
