@@ -10,9 +10,10 @@ from optckpt.allocator import Allocator
 from optckpt.budget import Budget, format_bytes
 from optckpt.errors import BudgetError, InfeasibleBudgetError, OverBudgetError
 from optckpt.graph import TrainingGraph
-from optckpt.schedule import Plan, Schedule, Solution
+from optckpt.schedule import Certificate, Plan, Schedule, Solution
 from optckpt.simulate import simulate
 from optckpt.solvers.floor import Floor, static_floor
+from optckpt.solvers.frontier import least_memory
 from optckpt.solvers.registry import SolveOptions, Strategy, solve
 
 logger = logging.getLogger(__name__)
@@ -27,8 +28,13 @@ def make_plan(
     margin: float = 0.0,
     allocator: Allocator | None = None,
     plain_graph: TrainingGraph | None = None,
+    max_overhead: float | None = None,
 ) -> Plan:
     """Plan `graph` under `budget` (peak bytes, resident included; None: no limit).
+
+    With `max_overhead` (extra time as a fraction of the plain step) in the place of a budget, the
+    plan is the one that needs the fewest live bytes at that price; see
+    `optckpt.solvers.frontier.least_memory`.
 
     With an `allocator`, peaks are what it will report, which is more than the live bytes; the
     solver's target is lowered until its schedule fits as reported. `margin` is a fraction of the
@@ -43,14 +49,20 @@ def make_plan(
 
     Raises:
         InfeasibleBudgetError: if it is proven that no schedule fits.
-        BudgetError: if the solver stopped before it found a schedule.
+        BudgetError: if the solver stopped before it found a schedule; if both a budget and
+            `max_overhead` are given, or the latter is negative.
     """
+    if max_overhead is not None and budget is not None:
+        raise BudgetError("give either a budget or max_overhead, not both")
     plain = _judge(graph, Schedule.base(graph), allocator)
     peak = plain.reported if plain_graph is None else plain_peak(plain_graph, allocator)
     limit = None if budget is None else Budget.parse(budget).resolve(peak)
     floor = static_floor(graph)
     started = time.perf_counter()
-    target, solution = _solve(graph, limit, strategy, options, margin, allocator, plain, floor)
+    if max_overhead is None:
+        target, solution = _solve(graph, limit, strategy, options, margin, allocator, plain, floor)
+    else:
+        target, solution = _solve_for_price(graph, max_overhead, strategy, options)
     cert = replace(solution.certificate, seconds=time.perf_counter() - started)
     if solution.schedule is None:
         assert limit is not None
@@ -143,6 +155,26 @@ def _solve(
     if cert.status == "optimal" and cert.gap is not None and cert.gap > options.gap:
         cert = replace(cert, status="feasible")
     return best.target, replace(best.solution, certificate=cert)
+
+
+def _solve_for_price(
+    graph: TrainingGraph,
+    max_overhead: float,
+    strategy: str | Strategy,
+    options: SolveOptions | None,
+) -> tuple[int, Solution]:
+    """The lowest peak that costs at most `max_overhead`, and its schedule."""
+    options = options or SolveOptions()
+    found = least_memory(graph, max_overhead, options, strategy=strategy)
+    certificate = Certificate(
+        strategy if isinstance(strategy, str) else getattr(strategy, "__name__", "custom"),
+        "optimal" if found.gap <= options.gap else "feasible",
+        found.overhead,
+        found.bound,
+        seconds=0.0,
+        valid_for=found.valid_for,
+    )
+    return found.peak, Solution(found.schedule, certificate)
 
 
 def _adjusted(

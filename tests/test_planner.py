@@ -157,3 +157,28 @@ class TestAllocator:
         assert plan.live_peak <= budget < plan.predicted_peak
         assert check_fits(plan) is plan
         assert "whole chunks" in caplog.text
+
+
+def test_max_overhead_gives_the_least_memory_at_that_price():
+    graph = synthetic.residual_chain(8)
+    plain = simulate(graph, Schedule.base(graph)).peak
+    dear = make_plan(graph, None, max_overhead=0.2)
+    cheap = make_plan(graph, None, max_overhead=0.05)
+    assert dear.overhead <= 0.2
+    assert cheap.overhead <= 0.05
+    assert dear.live_peak <= cheap.live_peak < plain
+    assert dear.budget is None
+    assert dear.target == dear.live_peak == simulate(graph, dear.schedule).peak
+    assert dear.certificate.cost == pytest.approx(dear.overhead)
+    # At the same bytes, no schedule costs much less.
+    again = make_plan(graph, dear.live_peak)
+    assert again.overhead >= dear.certificate.bound - 1e-9
+    assert make_plan(graph, None, max_overhead=0.0).overhead == 0.0
+
+
+def test_max_overhead_and_a_budget_exclude_each_other():
+    graph = synthetic.chain(4)
+    with pytest.raises(BudgetError, match="either a budget or max_overhead"):
+        make_plan(graph, "50%", max_overhead=0.1)
+    with pytest.raises(BudgetError, match="at least 0"):
+        make_plan(graph, None, max_overhead=-1.0)
