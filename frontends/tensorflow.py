@@ -78,9 +78,9 @@ def capture(
     outputs = tuple({id(t): t for t in (*ys, *gradients, *keep, *kept)}.values())
     with _no_garbage_collection():
         nodes = Nodes()
-        forward = nodes.ancestors([nodes.of(t.op) for t in ys])
+        forward = nodes.ancestors([t.op for t in ys])
         ends = [t.op for t in (*gradients, *keep)] + earlier
-        needed = nodes.ancestors([nodes.of(op) for op in ends], forward)
+        needed = nodes.ancestors(ends, forward)
         sizes = Sizes(needed, chain_from)
         outside = outside_consumers(
             nodes, needed, forward, sizes, None if live is None else set(live)

@@ -151,7 +151,7 @@ class Build:
                 view = self._views.get(id(t))
                 if view is None:
                     continue
-                if tf_ops.ignored_input(node.op) == i and self._is_ours(node):
+                if tf_ops.is_ignored(node.op, i) and self._is_ours(node):
                     self._ignored.append((node.op, i))
                     self._plain_reads.append((len(self._units), view[0]))
                 else:

@@ -7,7 +7,7 @@ nodes, which have the answers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 
 import tensorflow as tf
@@ -25,9 +25,9 @@ class Node:
         """Place in the order of creation."""
         self.inputs: tuple[tf.Tensor, ...] = op.inputs
         self.outputs: list[tf.Tensor] = op.outputs
-        self.makers: list[Node] = []
+        self.makers: Sequence[Node] = ()
         """The node that makes each input; known once the node's ancestors have been looked up."""
-        self.control_inputs: list[Node] = []
+        self.control_inputs: Sequence[Node] = ()
         """Known as `makers` are."""
 
 
@@ -35,42 +35,33 @@ by_creation = attrgetter("number")
 """Sort key."""
 
 
-class Nodes:
-    """The nodes of one graph, made when first asked for."""
+class Nodes(dict[tf.Operation, Node]):
+    """The node of each operation of a graph, made when first asked for."""
 
-    def __init__(self) -> None:
-        self._of: dict[tf.Operation, Node] = {}
-        self._looked_up: set[Node] = set()
-
-    def of(self, op: tf.Operation) -> Node:
-        """The node of an operation, always the same."""
-        node = self._of.get(op)
-        if node is None:
-            node = self._of[op] = Node(op)
+    def __missing__(self, op: tf.Operation) -> Node:
+        node = self[op] = Node(op)
         return node
 
-    def ancestors(self, roots: Iterable[Node], seen: Iterable[Node] = ()) -> set[Node]:
+    def ancestors(self, roots: Iterable[tf.Operation], seen: Iterable[Node] = ()) -> set[Node]:
         """`seen`, and `roots` with all they depend on by data and control edges.
 
-        What is in `seen` has been looked up and is not looked into again.
+        What is in `seen` has been looked up before and is not looked into again.
         """
         found = set(seen)
-        stack = [node for node in roots if node not in found]
+        stack = [node for node in map(self.__getitem__, roots) if node not in found]
         found.update(stack)
         while stack:
             node = stack.pop()
-            if node not in self._looked_up:
-                self._looked_up.add(node)
-                node.makers = [self.of(t.op) for t in node.inputs]
-                node.control_inputs = [self.of(p) for p in node.op.control_inputs]
-            for p in (*node.makers, *node.control_inputs):
-                if p not in found:
-                    found.add(p)
-                    stack.append(p)
+            node.makers = [self[t.op] for t in node.inputs]
+            node.control_inputs = [self[p] for p in node.op.control_inputs]
+            for before in (node.makers, node.control_inputs):
+                for p in before:
+                    if p not in found:
+                        found.add(p)
+                        stack.append(p)
         return found
 
 
 def ancestors(roots: Iterable[tf.Operation]) -> set[tf.Operation]:
     """`roots` and all operations that they depend on by data and control edges."""
-    nodes = Nodes()
-    return {node.op for node in nodes.ancestors([nodes.of(op) for op in roots])}
+    return {node.op for node in Nodes().ancestors(roots)}

@@ -94,8 +94,13 @@ MERGED_BY_OPTIMIZER = words("""
     """)
 """Members of the patterns for which TensorFlow's graph optimiser has kernels of its own."""
 
-FUSED_FIRST = words("Conv2D Pad FusedBatchNormV3 BiasAddGrad")
-"""Operations for which `fused_partner` may find something."""
+FUSED = {
+    "Conv2D": ("BiasAdd", 0),
+    "Pad": ("Conv2D", 0),
+    "FusedBatchNormV3": ("Relu", 0),
+    "BiasAddGrad": ("Conv2DBackpropFilter", 2),
+}
+"""Operation -> the one that may be merged with it, and which input of that they have in common."""
 
 _OPAQUE = frozenset((tf.resource, tf.variant, tf.string))
 
@@ -261,28 +266,16 @@ def fused_partner(op: tf.Operation) -> list[tf.Operation]:
     Pad + Conv2D; in float types. Also FusedBatchNormV3 + Relu in training, which the graph
     optimiser merges. Candidates in creation order; each is of another type.
     """
-    if op.type == "Conv2D":
-        target, slot = "BiasAdd", 0
-        source = op.outputs[0]
-    elif op.type == "Pad":
-        target, slot = "Conv2D", 0
-        source = op.outputs[0]
-    elif op.type == "FusedBatchNormV3" and op.get_attr("is_training"):
-        target, slot = "Relu", 0
-        source = op.outputs[0]
-    elif op.type == "BiasAddGrad":
-        target, slot = "Conv2DBackpropFilter", 2
-        source = op.inputs[0]
-    else:
+    kind = op.type
+    if kind not in FUSED or op.outputs[0].dtype not in (tf.float32, tf.bfloat16, tf.half):
         return []
-    if op.outputs[0].dtype not in (tf.float32, tf.bfloat16, tf.half):
+    target, slot = FUSED[kind]
+    source = op.inputs[0] if kind == "BiasAddGrad" else op.outputs[0]
+    found = {c for c in source.consumers() if c.type == target and c.inputs[slot] is source}
+    if not found or (kind == "FusedBatchNormV3" and not op._get_attr_bool("is_training")):
         return []
-    found = {
-        c
-        for c in source.consumers()
-        if c.type == target and c.inputs[slot] is source and c.device == op.device
-    }
-    return sorted(found, key=lambda c: c._id)
+    device = op.device
+    return sorted((c for c in found if c.device == device), key=lambda c: c._id)
 
 
 def batch_norm_reserve(op: tf.Operation) -> int:
@@ -292,34 +285,40 @@ def batch_norm_reserve(op: tf.Operation) -> int:
     per element (a bit each, in a tensor of floats that has as many elements as bytes are needed;
     seen in the allocator's list of chunks). Otherwise it is empty on a CPU and small on a GPU.
     """
-    users = op.outputs[0].consumers()
-    if default_device_type(op.device) != "CPU" or len(users) != 1 or not fused_partner(op):
+    if len(op.outputs[0].consumers()) != 1 or not fused_partner(op):
+        return 0
+    if default_device_type(op.device) != "CPU":
         return 0
     return (element_count(op.outputs[0]) or 0) // 2
 
 
-def ignored_input(op: tf.Operation) -> int | None:
-    """Index of an input that the operation's kernel does not look at, though it holds memory.
+def is_ignored(op: tf.Operation, i: int) -> bool:
+    """Whether the operation's kernel does not look at its input `i`, though that holds memory.
 
     The gradient of batch normalisation on a CPU ignores the third reserve space: with an empty
     tensor in its place the gradients are the same in every bit (a test repeats the comparison).
     """
-    if op.type != "FusedBatchNormGradV3":
-        return None
+    if i != 5 or op.type != "FusedBatchNormGradV3":
+        return False
     source = op.inputs[5].op
-    return 5 if source.type == "FusedBatchNormV3" and batch_norm_reserve(source) else None
+    return source.type == "FusedBatchNormV3" and batch_norm_reserve(source) > 0
 
 
 @functools.cache
-def device_spec(device: str) -> tf.DeviceSpec:
-    """A device string in parts."""
+def _device_spec(device: str) -> tf.DeviceSpec:
     return tf.DeviceSpec.from_string(device)
+
+
+@functools.cache
+def _has_gpu() -> bool:
+    # Logical devices do not change once they have been made.
+    return bool(tf.config.list_logical_devices("GPU"))
 
 
 def default_device_type(device: str) -> str:
     """The device type ("CPU", "GPU") of a device string, or TensorFlow's default if it has none."""
-    kind = device_spec(device).device_type
-    return kind or ("GPU" if tf.config.list_logical_devices("GPU") else "CPU")
+    kind = _device_spec(device).device_type
+    return kind or ("GPU" if _has_gpu() else "CPU")
 
 
 def _rows_aligned(tensor: tf.Tensor) -> bool:

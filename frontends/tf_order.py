@@ -44,13 +44,13 @@ def outside_consumers(
         for t in node.outputs:
             if sizes.large(t):
                 for op in t.consumers():
-                    c = nodes.of(op)
+                    c = nodes[op]
                     new = c not in needed and c not in found
                     if new and c.kind not in tf_ops.METADATA and runs(c):
                         found.add(c)
                         stack.append(c)
     # Their small inputs may come from operations that have not been looked at.
-    return nodes.ancestors(found, needed) - needed
+    return nodes.ancestors((node.op for node in found), needed) - needed
 
 
 def execution_order(
@@ -227,7 +227,7 @@ def _units(nodes: Sequence[Node], readers: _Readers) -> list[tuple[int, ...]]:
     partner: dict[int, int] = {}
     taken: set[int] = set()
     for i, node in enumerate(nodes):
-        if node.kind not in tf_ops.FUSED_FIRST:
+        if node.kind not in tf_ops.FUSED:
             continue
         for c in tf_ops.fused_partner(node.op):
             j = index.get(c)

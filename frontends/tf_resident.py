@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 
 import tensorflow as tf
@@ -85,5 +86,7 @@ def _handle_bytes(handle: tf.Tensor) -> int:
     if data is None or not data.is_set or len(data.shape_and_type) != 1:
         return 0
     entry = data.shape_and_type[0]
-    count = tf.TensorShape(entry.shape).num_elements()
-    return 0 if count is None else count * tf.as_dtype(entry.dtype).size
+    dims = [d.size for d in entry.shape.dim]
+    if entry.shape.unknown_rank or min(dims, default=0) < 0:
+        return 0
+    return int(math.prod(dims) * tf.as_dtype(entry.dtype).size)
