@@ -324,14 +324,25 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     defaults = SolveOptions()
     parser.add_argument("instances", nargs="*", metavar="INSTANCE", default=list(NETWORKS))
-    parser.add_argument("--budgets", default=",".join(BUDGETS), metavar="A,B")
-    parser.add_argument("--strategies", default=",".join(known_strategies()), metavar="A,B")
-    parser.add_argument("--time-limit", type=float, default=defaults.time_limit, metavar="SECONDS")
-    parser.add_argument("--gap", type=float, default=defaults.gap)
-    parser.add_argument("--seed", type=int, default=defaults.seed)
-    parser.add_argument("--threads", type=int, default=defaults.threads)
-    parser.add_argument("--cache", type=Path, default=Path("out/benchmarks"), metavar="DIR")
-    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"), metavar="DIR")
+
+    def option(name: str, default: Any, text: str, **kind: Any) -> None:
+        parser.add_argument(name, default=default, help=f"{text} (%(default)s)", **kind)
+
+    shown = ",".join(BUDGETS).replace("%", "%%")
+    parser.add_argument(
+        "--budgets", default=",".join(BUDGETS), metavar="A,B",
+        help="+25%% is the floor plus 25 %% of what lies between it and the plain peak; or a share "
+        f"of the peak, or bytes ({shown})",
+    )  # fmt: skip
+    option("--strategies", ",".join(known_strategies()), "names, joined by commas", metavar="A,B")
+    option("--time-limit", defaults.time_limit, "for each solve", type=float, metavar="SECONDS")
+    option(
+        "--gap", defaults.gap, "share of the step to which a solve need not be exact", type=float
+    )
+    option("--seed", defaults.seed, "of what is random", type=int)
+    option("--threads", defaults.threads, "of a solver; 0: as it likes", type=int)
+    option("--cache", Path("out/benchmarks"), "for traced networks and answers", type=Path)
+    option("--out", Path("docs/benchmarks"), "for the report", type=Path)
     parser.add_argument("--fresh", action="store_true", help="solve again what is known")
     return parser.parse_args(arguments)
 
