@@ -172,11 +172,17 @@ class Solve:
         seed: int = 0,
         engine: Engine = "highs",
         hint: list[float] | None = None,
+        relax: bool = False,
     ) -> None:
+        """Hand `model` to a worker; with `relax`, its variables need not be integer.
+
+        `time_limit` is in seconds, `gap` is absolute, `hint` (values of all columns) is for SCIP.
+        """
         self._deadline = time.monotonic() + time_limit + GRACE
         self._worker: _Worker | None = _take()
         request = {
             **vars(model),
+            "integer": [False] * len(model.integer) if relax else model.integer,
             "time_limit": time_limit,
             "gap": gap,
             "seed": seed,

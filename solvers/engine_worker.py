@@ -40,9 +40,9 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
     limits: dict[str, Any] = {
         "time_limit": timedelta(seconds=max(0.01, request["time_limit"])),
-        "absolute_gap_tolerance": request["gap"],
-        "relative_gap_tolerance": 0.0,
     }
+    if any(request["integer"]):
+        limits.update(absolute_gap_tolerance=request["gap"], relative_gap_tolerance=0.0)
     extra = mathopt.ModelSolveParameters()
     if request["engine"] == "highs":
         solver = mathopt.SolverType.HIGHS

@@ -3,8 +3,8 @@
 Each round solves the relaxation of `stage_cuts` for the current cuts, whose value bounds
 every schedule in base order; meanwhile this process anneals the incumbent. The relaxed
 solution is decoded into a sequence and simulated; where it exceeds the budget, new cuts make
-the next relaxation tighter, and annealing repairs the sequence. It ends when incumbent and
-bound meet within the tolerance, when a relaxation is infeasible (a proof), or at the time
+the next relaxation tighter, and annealing repairs the sequence. The first rounds do without
+integrality, to find where to cut. It ends when incumbent and bound meet within the tolerance, when a relaxation is infeasible (a proof), or at the time
 limit, then with the best schedule and bound so far.
 """
 
@@ -23,6 +23,7 @@ from optckpt.schedule import Certificate, Schedule, Solution, Status
 from optckpt.simulate import simulate
 from optckpt.solvers import engine
 from optckpt.solvers.brute_force import cheapest
+from optckpt.solvers.cut_choice import tighten
 from optckpt.solvers.decode import decode
 from optckpt.solvers.floor import static_floor
 from optckpt.solvers.heuristics import chen_greedy, griewank, speed, sqrt_n
@@ -30,13 +31,19 @@ from optckpt.solvers.local_search import Arrays, anneal, to_arrays
 from optckpt.solvers.loss_cut import start_loss_cut
 from optckpt.solvers.preprocess import Problem, preprocess
 from optckpt.solvers.registry import Progress, SolveOptions
-from optckpt.solvers.sequence import cost, originals, profile
+from optckpt.solvers.sequence import cost, profile
 from optckpt.solvers.stage_cuts import STEP, Choice, build, read_choice
 
 logger = logging.getLogger("optckpt.solvers.optimal")
 
-NEW_CUTS = 3
-"""Cuts added per round; more make the relaxation grow faster than its bound."""
+LINEAR_GAIN = 0.01
+"""Share by which new cuts have to raise the linear relaxation's value to count as progress."""
+LINEAR_EFFORT = 5000
+"""Moves of the annealing meanwhile."""
+LINEAR_PATIENCE = 2
+"""Rounds without progress after which integrality takes over."""
+LINEAR_COLUMNS = 4000
+"""Columns beyond which another linear relaxation takes too long."""
 FIRST_TRIES = (3000, 10_000, 30_000)
 """Moves of the annealings that look for a first schedule."""
 HEURISTIC_SECONDS = 0.3
@@ -106,6 +113,8 @@ class _Search:
     compiling: float = 0.0
     """Seconds spent on compiling the annealing, once after installation; not counted as search."""
     rounds: int = 0
+    cutting: int = 0
+    """Rounds of new cuts so far."""
     tries: int = 0
     effort: int = 10_000
     """Moves per annealing in this round."""
@@ -243,21 +252,21 @@ class _Search:
             self.offer_start(self.options.start)
         if not self.first_bound():
             return "infeasible"
-        sequence = self.base
+        sequence = self.linear_rounds()
         while True:
             if self.closed():
                 return "optimal"
+            if self.bound == float("inf"):
+                return "infeasible"
             if not self.add_cuts(sequence):
                 return self.exhausted()
             if self.remaining() <= 0:
                 break
             choice = self.solve_round()
             if choice is None:
-                if not self.found and self.bound == float("inf"):
+                if self.bound == float("inf"):
                     return "infeasible"
-                if self.closed():
-                    return "optimal"
-                break
+                return "optimal" if self.closed() else self.out_of_time()
             sequence = decode(self.problem, choice)
             self.offer(sequence)
             if not self.closed():
@@ -320,6 +329,41 @@ class _Search:
             k += 1
         return self.out_of_time()
 
+    def linear_rounds(self) -> list[int]:
+        """Choose the first cuts by linear relaxations, which take a hundredth of the time.
+
+        More cuts raise the linear value up to a point, then lower it a little. Returns the decoded
+        solution of the highest value, whose cuts remain.
+        """
+        sequence = best = self.base
+        best_value, best_cuts, stalled = 0.0, set(self.cuts), 0
+        while stalled < LINEAR_PATIENCE and not self.closed() and self.add_cuts(sequence):
+            relaxation = build(self.problem, self.cuts, self.budget)
+            run = engine.Solve(relaxation.model, time_limit=max(0.1, self.remaining()), relax=True)
+            try:
+                self.improve(self.best or self.base, LINEAR_EFFORT, hot=1.0)
+                result = run.result()
+            finally:
+                run.cancel()
+            logger.debug(
+                "%d cuts, linear: %s, bound %.5f, incumbent %.5f, %.1f s",
+                len(self.cuts), result.status, result.bound / STEP, self.best_cost, self.elapsed(),
+            )  # fmt: skip
+            if result.status == "infeasible" or result.values is not None:
+                self.raise_bound(result.bound / STEP)
+            if result.values is None:
+                return sequence
+            sequence = decode(self.problem, read_choice(relaxation, result.values))
+            stalled += 1
+            if result.bound > best_value * (1 + LINEAR_GAIN):
+                best, best_value, best_cuts, stalled = sequence, result.bound, set(self.cuts), 0
+            if len(relaxation.model.cost) > LINEAR_COLUMNS:
+                break
+        self.cuts = best_cuts
+        self.moments.clear()
+        self.improve(best, self.effort, hot=1.0)
+        return best
+
     def solve_round(self) -> Choice | None:
         """Solve the relaxation for the current cuts, annealing meanwhile.
 
@@ -332,7 +376,7 @@ class _Search:
             self.problem, self.cuts, self.budget, moments=self.moments, cutoff=cutoff
         )
         # Larger relaxations take longer, which leaves this process more time.
-        self.effort = 10_000 * min(self.rounds, 5) + 6 * len(relaxation.model.cost)
+        self.effort = 20_000 * min(self.rounds, 4) + 20 * len(relaxation.model.cost)
         alone = self.options.threads == 1
         if alone:
             self.anneal_round()
@@ -367,45 +411,13 @@ class _Search:
 
     def add_cuts(self, sequence: Sequence[int]) -> bool:
         """Cut where `sequence` exceeds the budget most; False if there is nothing to add."""
-        use = profile(self.problem, sequence)
-        original = originals(self.problem, sequence)
-        excess = sorted(
-            (s for s, bytes_ in enumerate(use) if bytes_ > self.budget),
-            key=lambda s: (-use[s], s),
-        )
-        before = -1
-        previous = []
-        for o, is_original in zip(sequence, original, strict=True):
-            if is_original:
-                before = o
-            previous.append(before)
-        # Neighbouring positions have much the same in memory, so that one cut does for both;
-        # but some bounds need the very peak's neighbours. Taking turns was best on the whole.
-        apart = self.problem.n // 40 if self.rounds % 2 else 0
-        fresh: list[int] = []
-        moments = 0
-        for s in excess:
-            if len(fresh) + moments == NEW_CUTS:
-                break
-            o = sequence[s]
-            if original[s]:
-                wanted = [o]
-            else:
-                wanted = [previous[s] + 1, previous[s]]
-            for cut in wanted:
-                if cut not in self.cuts:
-                    if all(abs(cut - other) > apart for other in fresh):
-                        fresh.append(cut)
-                    break
-            else:
-                if not original[s] and (previous[s], o) not in self.moments:
-                    self.moments.add((previous[s], o))
-                    moments += 1
-        if not fresh and not moments:
-            ranked = sorted((-b, o) for b, o, f in zip(use, sequence, original, strict=True) if f)
-            fresh = [o for _, o in ranked if o not in self.cuts][:NEW_CUTS]
-        self.cuts.update(fresh)
-        return bool(fresh or moments)
+        # Some bounds need the very peak's neighbours: taking turns was best on the whole.
+        spread = self.cutting % 2 == 0
+        self.cutting += 1
+        more = tighten(self.problem, sequence, self.budget, self.cuts, self.moments, spread=spread)
+        self.cuts.update(more.cuts)
+        self.moments.update(more.moments)
+        return bool(more.cuts or more.moments)
 
     def solution(self, status: Status) -> Solution:
         seconds = self.elapsed()
