@@ -8,20 +8,35 @@ from __future__ import annotations
 
 import hashlib
 import json
-import reprlib
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from optckpt.errors import GraphError
+from optckpt.fields import FLAG, NUMBER, OBJECT, TEXT, WHOLE, Kind, Reader
 
 FORMAT = "optckpt.training-graph"
 VERSION = 1
 MOST_BYTES = 2**53
 """Limit on the sum of all sizes of a graph; sums up to here are exact as floats, too."""
+
+
+_JSON = Reader("training graph", GraphError)
+
+
+def _is_buffer(row: Any) -> bool:
+    return (
+        isinstance(row, list)
+        and len(row) == 3
+        and TEXT.fits(row[0])
+        and WHOLE.fits(row[1])
+        and TEXT.fits(row[2])
+    )
+
+
+_BUFFER = Kind("[name, bytes, dtype]", _is_buffer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,39 +241,32 @@ class TrainingGraph:
         Raises:
             GraphError: if the format or version is another, or a field is missing or wrong.
         """
-        if data.get("format") != FORMAT:
-            raise GraphError(
-                f"not a training graph: format is {reprlib.repr(data.get('format'))}, "
-                f"not {FORMAT!r}"
-            )
-        if data.get("version") != VERSION:
-            raise GraphError(
-                f"training graph of version {reprlib.repr(data.get('version'))}; "
-                f"this optckpt reads version {VERSION}"
-            )
+        _JSON.header(data, FORMAT, VERSION)
         operations = []
-        for i, row in enumerate(_items(data, "operations", _OBJECT, "the graph")):
+        for i, row in enumerate(_JSON.items(data, "operations", OBJECT, "the graph")):
             where = f"operation number {i}"
             operations.append(
                 Operation(
-                    name=_field(row, "name", _TEXT, where),
-                    kind=_field(row, "kind", _TEXT, where),
-                    seconds=float(_field(row, "seconds", _NUMBER, where)),
-                    reads=_items(row, "reads", _WHOLE, where),
-                    writes=_items(row, "writes", _WHOLE, where),
-                    workspace=_field(row, "workspace", _WHOLE, where, 0),
-                    inplace=_items(row, "inplace", _WHOLE, where, ()),
-                    forward=_field(row, "forward", _FLAG, where, True),
-                    repeatable=_field(row, "repeatable", _FLAG, where, True),
-                    after=_items(row, "after", _WHOLE, where, ()),
+                    name=_JSON.field(row, "name", TEXT, where),
+                    kind=_JSON.field(row, "kind", TEXT, where),
+                    seconds=float(_JSON.field(row, "seconds", NUMBER, where)),
+                    reads=_JSON.items(row, "reads", WHOLE, where),
+                    writes=_JSON.items(row, "writes", WHOLE, where),
+                    workspace=_JSON.field(row, "workspace", WHOLE, where, 0),
+                    inplace=_JSON.items(row, "inplace", WHOLE, where, ()),
+                    forward=_JSON.field(row, "forward", FLAG, where, True),
+                    repeatable=_JSON.field(row, "repeatable", FLAG, where, True),
+                    after=_JSON.items(row, "after", WHOLE, where, ()),
                 )
             )
         return cls(
             operations=tuple(operations),
-            buffers=tuple(Buffer(*row) for row in _items(data, "buffers", _BUFFER, "the graph")),
-            outputs=_items(data, "outputs", _WHOLE, "the graph", ()),
-            resident=_field(data, "resident", _WHOLE, "the graph", 0),
-            name=_field(data, "name", _TEXT, "the graph", ""),
+            buffers=tuple(
+                Buffer(*row) for row in _JSON.items(data, "buffers", _BUFFER, "the graph")
+            ),
+            outputs=_JSON.items(data, "outputs", WHOLE, "the graph", ()),
+            resident=_JSON.field(data, "resident", WHOLE, "the graph", 0),
+            name=_JSON.field(data, "name", TEXT, "the graph", ""),
         )
 
     def save(self, path: str | Path) -> None:
@@ -268,73 +276,7 @@ class TrainingGraph:
     @classmethod
     def load(cls, path: str | Path) -> TrainingGraph:
         """Read a graph written by `save`. Raises GraphError naming the file."""
-        try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as e:
-            raise GraphError(f"cannot read the training graph {path}: {e}") from None
-        if not isinstance(data, dict):
-            raise GraphError(f"{path} holds no training graph: the top level is not an object")
-        return cls.from_json(data)
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    # NaN and infinities, which Python's JSON knows, are not within; nor are too long integers.
-    limit = sys.float_info.max
-    return (_is_whole(value) or isinstance(value, float)) and -limit <= value <= limit
-
-
-def _is_buffer(row: Any) -> bool:
-    return (
-        isinstance(row, list)
-        and len(row) == 3
-        and isinstance(row[0], str)
-        and _is_whole(row[1])
-        and isinstance(row[2], str)
-    )
-
-
-# What a field must be: for people, and as a test.
-_Kind = tuple[str, Callable[[Any], bool]]
-_TEXT: _Kind = ("a text", lambda value: isinstance(value, str))
-_FLAG: _Kind = ("true or false", lambda value: isinstance(value, bool))
-_WHOLE: _Kind = ("a whole number", _is_whole)
-_NUMBER: _Kind = ("a finite number", _is_number)
-_LIST: _Kind = ("a list", lambda value: isinstance(value, list))
-_OBJECT: _Kind = ("an object", lambda value: isinstance(value, dict))
-_BUFFER: _Kind = ("[name, bytes, dtype]", _is_buffer)
-
-
-def _field(row: Mapping[str, Any], key: str, kind: _Kind, where: str, *default: Any) -> Any:
-    """The value of a field of JSON data. Raises GraphError if it is missing or of another kind."""
-    if key not in row:
-        if default:
-            return default[0]
-        raise GraphError(f"training graph lacks the field {key!r} of {where}")
-    return _checked(row[key], kind, f"{key!r} of {where}")
-
-
-def _items(
-    row: Mapping[str, Any], key: str, kind: _Kind, where: str, *default: Any
-) -> tuple[Any, ...]:
-    """A field that is a list of things of one kind."""
-    items = _field(row, key, _LIST, where, *default)
-    return tuple(
-        _checked(item, kind, f"entry {k} of {key!r} of {where}") for k, item in enumerate(items)
-    )
-
-
-def _checked(value: Any, kind: _Kind, where: str) -> Any:
-    what, fits = kind
-    if not fits(value):
-        raise GraphError(
-            f"training graph has a malformed field: {where} must be {what}, "
-            f"it is {reprlib.repr(value)}"
-        )
-    return value
+        return cls.from_json(_JSON.load(path))
 
 
 def write_text(path: str | Path, text: str) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from optckpt.errors import PlanError
+from optckpt.fields import NULL, NUMBER, OBJECT, TEXT, WHOLE, Kind, Reader
 from optckpt.graph import TrainingGraph, write_text
 
 PLAN_FORMAT = "optckpt.plan"
@@ -122,36 +124,24 @@ class Plan:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Plan:
         """Read what `to_json` wrote. Raises PlanError on another format, version or bad field."""
-        if data.get("format") != PLAN_FORMAT:
-            raise PlanError(f"not a plan: format is {data.get('format')!r}, not {PLAN_FORMAT!r}")
-        if data.get("version") != PLAN_VERSION:
-            raise PlanError(
-                f"plan of version {data.get('version')!r}; this optckpt reads {PLAN_VERSION}"
-            )
-        try:
-            cert = dict(data["certificate"])
-            if cert["status"] not in get_args(Status):
-                raise PlanError(f"plan has an unknown status {cert['status']!r}")
-            budget = data["budget"]
-            return cls(
-                fingerprint=str(data["fingerprint"]),
-                strategy=str(data["strategy"]),
-                budget=None if budget is None else int(budget),
-                target=None if data["target"] is None else int(data["target"]),
-                plain_peak=int(data["plain_peak"]),
-                predicted_peak=int(data["predicted_peak"]),
-                live_peak=int(data["live_peak"]),
-                floor=int(data["floor"]),
-                overhead=float(data["overhead"]),
-                schedule=Schedule(tuple(int(i) for i in data["schedule"])),
-                certificate=Certificate(**cert),
-            )
-        except KeyError as e:
-            raise PlanError(f"plan lacks the field {e.args[0]!r}") from None
-        except (TypeError, ValueError, OverflowError) as e:
-            if isinstance(e, PlanError):
-                raise
-            raise PlanError(f"plan has a malformed field: {e}") from None
+        _JSON.header(data, PLAN_FORMAT, PLAN_VERSION)
+
+        def read(key: str, kind: Kind) -> Any:
+            return _JSON.field(data, key, kind, "the plan")
+
+        return cls(
+            fingerprint=read("fingerprint", TEXT),
+            strategy=read("strategy", TEXT),
+            budget=read("budget", WHOLE | NULL),
+            target=read("target", WHOLE | NULL),
+            plain_peak=read("plain_peak", WHOLE),
+            predicted_peak=read("predicted_peak", WHOLE),
+            live_peak=read("live_peak", WHOLE),
+            floor=read("floor", WHOLE),
+            overhead=float(read("overhead", NUMBER)),
+            schedule=Schedule(_JSON.items(data, "schedule", WHOLE, "the plan")),
+            certificate=_certificate(read("certificate", OBJECT)),
+        )
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON, whole or not at all."""
@@ -160,13 +150,31 @@ class Plan:
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read a plan written by `save`. Raises PlanError naming the file."""
-        try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as e:
-            raise PlanError(f"cannot read the plan {path}: {e}") from None
-        if not isinstance(data, dict):
-            raise PlanError(f"{path} holds no plan: the top level is not an object")
+        data = _JSON.load(path)
         try:
             return cls.from_json(data)
         except PlanError as e:
             raise PlanError(f"{path}: {e}") from None
+
+
+_JSON = Reader("plan", PlanError)
+_STATUS = Kind(f"one of {', '.join(get_args(Status))}", lambda value: value in get_args(Status))
+_CERTIFICATE = {
+    "solver": TEXT,
+    "status": _STATUS,
+    "cost": NUMBER | NULL,
+    "bound": NUMBER,
+    "seconds": NUMBER,
+    "seconds_first": NUMBER | NULL,
+    "valid_for": TEXT,
+}
+
+
+def _certificate(data: Mapping[str, Any]) -> Certificate:
+    where = "the certificate"
+    for key in data:
+        if key not in _CERTIFICATE:
+            raise PlanError(f"plan has a malformed field: {where} has no {reprlib.repr(key)}")
+    return Certificate(
+        **{key: _JSON.field(data, key, kind, where) for key, kind in _CERTIFICATE.items()}
+    )

@@ -64,9 +64,14 @@ def damaged(plan, **change):
         ({"version": 0}, "version 0"),
         ({"schedule": ...}, "'schedule'"),
         ({"certificate": ...}, "'certificate'"),
-        ({"certificate": {}}, "'status'"),
-        ({"certificate": {"status": "guessed"}}, "'guessed'"),
-        ({"certificate": {"status": "optimal", "colour": 1}}, "malformed"),
+        ({"certificate": {}}, "'solver' of the certificate"),
+        ({"certificate": []}, "'certificate' of the plan must be an object"),
+        ({"version": True}, "version True"),
+        ({"schedule": [0, 1.5]}, "entry 1 of 'schedule' of the plan must be a whole number"),
+        ({"plain_peak": "7"}, "'plain_peak' of the plan must be a whole number, it is '7'"),
+        ({"floor": True}, "'floor'"),
+        ({"fingerprint": None}, "'fingerprint'"),
+        ({"overhead": float("nan")}, "'overhead' of the plan must be a finite number"),
         ({"schedule": ["x"]}, "malformed"),
         ({"budget": "much"}, "malformed"),
         ({"budget": float("inf")}, "malformed"),
@@ -78,7 +83,31 @@ def test_damaged_plans_are_refused(plan, change, word):
         Plan.from_json(damaged(plan, **change))
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"format": "x"}'])
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("status", "guessed", "'status' of the certificate must be one of optimal, .*'guessed'"),
+        ("status", ..., "lacks the field 'status'"),
+        ("colour", 1, "the certificate has no 'colour'"),
+        ("cost", "0", "'cost' of the certificate must be a finite number or null"),
+        ("bound", None, "'bound' of the certificate must be a finite number"),
+        ("seconds", float("inf"), "'seconds' of the certificate"),
+        ("valid_for", 3, "'valid_for' of the certificate"),
+    ],
+)
+def test_damaged_certificates_are_refused(plan, key, value, words):
+    data = plan.to_json()
+    if value is ...:
+        del data["certificate"][key]
+    else:
+        data["certificate"][key] = value
+    with pytest.raises(PlanError, match=words):
+        Plan.from_json(data)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"format": "x"}', "[" * 100_000, '{"format": ' + "9" * 5000 + "}"]
+)
 def test_load_names_the_file(tmp_path, text):
     path = tmp_path / "bad.json"
     path.write_text(text)
