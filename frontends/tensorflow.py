@@ -30,6 +30,7 @@ from optckpt.frontends.tf_devices import Devices
 from optckpt.frontends.tf_nodes import Nodes, ancestors
 from optckpt.frontends.tf_order import execution_order, outside_consumers
 from optckpt.frontends.tf_shapes import Sizes
+from optckpt.frontends.tf_sums import with_orders
 
 __all__ = ["CPU_COUNT_FROM", "HISTORY", "Capture", "capture", "capture_concrete"]
 
@@ -87,9 +88,10 @@ def capture(
         )
         order = execution_order(needed | outside, forward, outside, sizes)
         anchor = gradients[0].op._get_control_flow_context() if gradients else None
-        return Build(order, forward, outside, sizes, anchor).finish(
+        built = Build(order, forward, outside, sizes, anchor).finish(
             tf_graph, outputs, count_from, name
         )
+        return with_orders(built, ys, gradients)
 
 
 @contextmanager

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import tensorflow as tf
 
 from optckpt.graph import TrainingGraph
+
+Orders = dict[tf.Operation, tuple[int, ...]]
+"""Sum -> its input indices in the order in which it has to add them."""
 
 ViewChain = tuple[tuple[tf.Operation, int, int], ...]
 
@@ -50,6 +53,8 @@ class Capture:
     """Blocks smaller than this many bytes are not counted by the device's allocator."""
     chain_from: int
     """Operations on tensors smaller than this many bytes are left to themselves."""
+    sums: Orders = field(default_factory=dict)
+    """Of the sums of more than two tensors among `members`."""
 
     def plain(self, graph: TrainingGraph) -> TrainingGraph:
         """`graph` (this one, or with costs) as TensorFlow runs it where nothing is rewritten."""

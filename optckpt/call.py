@@ -27,6 +27,7 @@ from optckpt.budget import Budget, format_bytes
 from optckpt.config import Config, find_config
 from optckpt.errors import CaptureError, OptckptError, PlanError
 from optckpt.frontends.tensorflow import Capture, capture
+from optckpt.frontends.tf_traced import as_traced
 from optckpt.graph import TrainingGraph
 from optckpt.planner import check_fits, make_plan
 from optckpt.schedule import Plan
@@ -114,17 +115,18 @@ def gradients(
     elif plan is not None and not isinstance(plan, Plan):
         raise PlanError(f"plan= takes a Plan or the path of one, got {type(plan).__name__}")
     flat_xs, pack = _flatten_xs(xs)
-    result = _tf_gradients(
-        ys,
-        flat_xs,
-        grad_ys=grad_ys,
-        name=name,
-        colocate_gradients_with_ops=colocate_gradients_with_ops,
-        gate_gradients=gate_gradients,
-        aggregation_method=aggregation_method,
-        stop_gradients=stop_gradients,
-        unconnected_gradients=unconnected_gradients,
-    )
+    with as_traced(tf.compat.v1.get_default_graph()):
+        result = _tf_gradients(
+            ys,
+            flat_xs,
+            grad_ys=grad_ys,
+            name=name,
+            colocate_gradients_with_ops=colocate_gradients_with_ops,
+            gate_gradients=gate_gradients,
+            aggregation_method=aggregation_method,
+            stop_gradients=stop_gradients,
+            unconnected_gradients=unconnected_gradients,
+        )
     if _tensors(result):
         found = capture_gradients(ys, result, settings)
         if budget is None and chosen == "optimal":

@@ -7,7 +7,6 @@ is planned and checked first (`_Edit`) and applied afterwards; nothing outside t
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from collections.abc import Iterable, Sequence
@@ -17,9 +16,11 @@ from typing import TypeAlias
 import tensorflow as tf
 from tensorflow.python.framework import ops
 
+from optckpt.backends.sums import keep_orders
 from optckpt.errors import RewriteError
 from optckpt.frontends import tf_ops
 from optckpt.frontends.tensorflow import HISTORY, Capture
+from optckpt.frontends.tf_traced import changes, next_mark
 from optckpt.schedule import Schedule
 from optckpt.simulate import simulate
 
@@ -46,6 +47,8 @@ class RewriteReport:
     """Reshapes and the like, cloned to lead from a copy to its readers."""
     redirected: int
     """Inputs of existing operations that now read a copy."""
+    sum_copies: int
+    """Inputs of sums that were copied so that the sum adds in the same order as without."""
     control_edges: int
     seconds: float
     """Wall time of the rewrite."""
@@ -72,25 +75,30 @@ def rewrite(capture: Capture, schedule: Schedule, *, scope: str = "optckpt") -> 
     _check_acyclic(capture, edit)
     clones, edges = _apply(capture.tf_graph, edit)
     _empty(capture)
+    executed = [(op, clone.original) for op, clone in zip(clones, edit.clones, strict=True)]
+    copies = keep_orders(capture, executed, scope)
     chain = [clones[n] if isinstance(n, int) else n for group in edit.chain for n in group]
     history = getattr(capture.tf_graph, HISTORY, None)
     if history is None:
         setattr(capture.tf_graph, HISTORY, history := [])
     history.append((chain, list(capture.outputs), capture.device))
-    _protect(capture.tf_graph, chain)
+    _protect(capture.tf_graph, [*chain, *copies])
     is_view = [c.is_view for c in edit.clones]
     report = RewriteReport(
         clones=tuple(c for c, v in zip(clones, is_view, strict=True) if not v),
         view_clones=sum(is_view),
         redirected=len(edit.moves),
+        sum_copies=len(copies),
         control_edges=edges,
         seconds=time.perf_counter() - start,
     )
     log.debug(
-        "%d clones, %d view clones, %d inputs redirected, %d control edges in %.3f s",
+        "%d clones, %d view clones, %d inputs redirected, %d inputs of sums copied, "
+        "%d control edges in %.3f s",
         len(report.clones),
         report.view_clones,
         report.redirected,
+        report.sum_copies,
         report.control_edges,
         report.seconds,
     )
@@ -317,6 +325,7 @@ def _check_acyclic(capture: Capture, edit: _Edit) -> None:
 def _apply(graph: tf.Graph, edit: _Edit) -> tuple[list[tf.Operation], int]:
     """Make the clones, redirect inputs, add control edges. Returns the clones, edges added."""
     clones: list[tf.Operation] = []
+    known = changes(graph)
     before: dict[Node, list[Node]] = {}
     for a, b in edit.controls:
         before.setdefault(b, []).append(a)
@@ -331,15 +340,20 @@ def _apply(graph: tf.Graph, edit: _Edit) -> tuple[list[tf.Operation], int]:
     for c, clone in enumerate(edit.clones):
         control = real(before.get(c, ()))
         edges += len(control)
-        clones.append(_make_clone(graph, clone, [tensor(s) for s in clone.inputs], control))
+        made = _make_clone(graph, clone, [tensor(s) for s in clone.inputs], control)
+        clones.append(made)
+        known.added[made] = known.added.get(clone.original, clone.original)
+        if clone.original in known.orders:
+            known.orders[made] = known.orders[clone.original]
     for op, i, source in edit.moves:
-        op._update_input(i, tensor(source))
+        known.redirect(op, i, tensor(source))
     for node, sources in before.items():
         if not isinstance(node, int):
             present = node.control_inputs
             new = [p for p in real(sources) if p not in present]
             if new:
                 node._add_control_inputs(new)
+                known.controls.update((p, node) for p in new)
                 edges += len(new)
     return clones, edges
 
@@ -352,7 +366,7 @@ def _empty(capture: Capture) -> None:
         if key not in made:
             with capture.tf_graph.as_default(), tf.control_dependencies(None), tf.device(op.device):
                 made[key] = tf.constant([], op.inputs[i].dtype, name="optckpt/empty")
-        op._update_input(i, made[key])
+        changes(capture.tf_graph).redirect(op, i, made[key])
 
 
 def _protect(graph: tf.Graph, chain: Sequence[tf.Operation]) -> None:
@@ -377,9 +391,6 @@ def _protect(graph: tf.Graph, chain: Sequence[tf.Operation]) -> None:
         )
 
 
-_serial = itertools.count()
-
-
 def _make_clone(
     graph: tf.Graph,
     clone: _Clone,
@@ -391,7 +402,7 @@ def _make_clone(
     definition.name = graph.unique_name(clone.name)
     del definition.input[:]
     # Unique, or the optimizer would merge equal operations.
-    definition.attr[tf_ops.MARK].s = str(next(_serial)).encode()
+    definition.attr[tf_ops.MARK].s = next_mark()
     if clone.refuse_gradient:
         definition.attr["_gradient_op_type"].s = REFUSE_GRADIENT.encode()
     made = ops.Operation.from_node_def(

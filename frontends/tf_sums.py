@@ -1,0 +1,280 @@
+"""In which order the sums of a graph add, so that a rewrite can keep it.
+
+TensorFlow's AddN takes over the memory of the first of its inputs that nothing else holds when it
+runs, and that input changes places with the first one. Numbers are added from left to right, so
+with three inputs or more the last bits tell which input it was. (Two may change places: addition
+commutes.) Which inputs die at a sum is what a rewrite changes: who reads what, and when.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from enum import Enum
+
+import tensorflow as tf
+
+from optckpt.frontends import tf_ops
+from optckpt.frontends.tf_capture import Capture, Orders
+from optckpt.frontends.tf_traced import Reading, changes
+
+log = logging.getLogger("optckpt.frontends.tf_sums")
+
+
+def is_sum(op: tf.Operation) -> bool:
+    """Whether the bits of the operation's result depend on the order of its inputs."""
+    if op.type != "AddN" or len(op.inputs) < 3:
+        return False
+    dtype = op.outputs[0].dtype
+    return bool(dtype.is_floating or dtype.is_complex)
+
+
+class Fate(Enum):
+    """What becomes of an input's memory when a sum runs."""
+
+    DIES = "dies"
+    """Only the sum holds it."""
+    LIVES = "lives"
+    """Something else holds it, too."""
+    MAY_DIE = "may die"
+    """Depends on what the executor happens to run first; likely only the sum holds it."""
+    MAY_LIVE = "may live"
+    """Depends on what the executor happens to run first; likely something else holds it."""
+
+
+def orders(
+    tf_graph: tf.Graph,
+    members: Sequence[tf.Operation],
+    ys: Iterable[tf.Tensor],
+    gradients: Iterable[tf.Tensor],
+    outputs: Iterable[tf.Tensor],
+) -> Orders:
+    """The order in which each sum among `members` adds in the graph as it was traced.
+
+    Where that depends on what the executor happens to run first, the likeliest. Of a sum that a
+    rewrite has added it is the order of the sum that it executes again.
+
+    Args:
+        members: the operations of the step, in an order in which they may run.
+        outputs: tensors that are in memory at the end.
+    """
+    found = [op for op in members if is_sum(op)]
+    if not found:
+        return {}
+    known = changes(tf_graph)
+    traced = {op: known.added.get(op) or op for op in found}
+    reading = Reading(tf_graph, traced=True)
+    sums = Sums(
+        dict.fromkeys(traced.values()),
+        reading.closure((*traced.values(), *members)),
+        reading,
+        outputs,
+        unused_from=_first_backward(reading, ys, gradients),
+    )
+    result = {}
+    for op, origin in traced.items():
+        order = list(range(len(op.inputs)))
+        fates = sums.fates[origin]
+        taken = next((i for i, f in enumerate(fates) if f in (Fate.DIES, Fate.MAY_DIE)), 0)
+        if taken > 1:
+            order[0], order[taken] = taken, 0
+        if len({max(i, 1) for i in may_take(fates)}) > 1:
+            log.debug("the order in which %r adds depends on timing", origin.name)
+        now = known.orders.get(op, tuple(range(len(order))))
+        result[op] = tuple(now.index(i) for i in order)
+    return result
+
+
+def with_orders(found: Capture, ys: Iterable[tf.Tensor], gradients: Iterable[tf.Tensor]) -> Capture:
+    """`found` with the orders of its sums, which take over the memory that these allow."""
+    sums = orders(found.tf_graph, found.members, ys, gradients, found.outputs)
+    if not sums:
+        return found
+    operations = list(found.graph.operations)
+    for u, (op, *_) in enumerate(found.units):
+        if op in sums:
+            first = (op.inputs[i] for i in inplace_inputs(op, sums[op]))
+            buffers = found.buffers_of(first)
+            inplace = tuple(b for b in operations[u].inplace if b in buffers)
+            operations[u] = replace(operations[u], inplace=inplace)
+    graph = replace(found.graph, operations=tuple(operations))
+    return replace(found, graph=graph, sums=sums)
+
+
+def may_take(fates: Sequence[Fate]) -> set[int]:
+    """Indices of the inputs that the kernel may put first."""
+    found = set()
+    for i, fate in enumerate(fates):
+        if fate is not Fate.LIVES:
+            found.add(i)
+        if fate is Fate.DIES:
+            return found
+    return found | {0}
+
+
+def inplace_inputs(op: tf.Operation, order: tuple[int, ...]) -> tuple[int, ...]:
+    """Indices of the inputs whose memory a sum that adds in this order may take over."""
+    if op in changes(op.graph).copies:
+        return (0, *(i for i in order[1:2] if i))
+    return order[:2]
+
+
+def _first_backward(
+    reading: Reading, ys: Iterable[tf.Tensor], gradients: Iterable[tf.Tensor]
+) -> int:
+    forward = set(reading.closure([t.op for t in ys]))
+    backward = reading.closure([t.op for t in gradients])
+    return min((op._id for op in backward if op not in forward), default=0)
+
+
+class Sums:
+    """What becomes of the inputs of sums. O(operations + edges) words of one bit per reader.
+
+    Args:
+        nodes: the operations that run, in an order in which they may.
+        held: tensors that are in memory at the end.
+        unused_from: readers beside `nodes` do not run if they were made with or after this number.
+    """
+
+    def __init__(
+        self,
+        sums: Iterable[tf.Operation],
+        nodes: Sequence[tf.Operation],
+        reading: Reading,
+        held: Iterable[tf.Tensor],
+        *,
+        unused_from: int,
+    ) -> None:
+        self._reading = reading
+        self._held = {id(t) for t in held}
+        self._nodes = set(nodes)
+        self._unused_from = unused_from
+        self._readers: dict[int, list[tf.Operation]] = {}
+        for op in nodes:
+            for t in reading.inputs(op):
+                self._readers.setdefault(id(t), []).append(op)
+        self._constant: dict[tf.Operation, bool] = {}
+        self._found: dict[int, list[tf.Operation] | None] = {}
+        holders = {op: [self._holders(t) for t in reading.inputs(op)] for op in sums}
+        self._bit: dict[tf.Operation, int] = {}
+        for op, found in holders.items():
+            makers = (t.op for t in reading.inputs(op))
+            for other in (op, *makers, *(h for others in found for h in others or ())):
+                self._bit.setdefault(other, 1 << len(self._bit))
+        self._above: dict[tf.Operation, int] = {}
+        self._level: dict[tf.Operation, int] = {}
+        for op in nodes:
+            bits = self._bit.get(op, 0)
+            level = 0
+            for p in reading.before(op):
+                bits |= self._above[p]
+                level = max(level, self._level[p] + 1)
+            self._above[op] = bits
+            self._level[op] = level
+        self.fates = {op: [self._fate(op, others) for others in holders[op]] for op in holders}
+        """Of each input of each sum."""
+
+    def late_makers(self, op: tf.Operation) -> list[tf.Operation]:
+        """The makers of inputs of a sum that may run after all its control inputs have."""
+        done = 0
+        for p in self._reading.controls(op):
+            done |= self._above[p]
+        makers = dict.fromkeys(t.op for t in self._reading.inputs(op))
+        return [m for m in makers if m.type not in tf_ops.RESIDENT and not done & self._bit[m]]
+
+    def _fate(self, op: tf.Operation, holders: list[tf.Operation] | None) -> Fate:
+        if holders is None or holders.count(op) > 1:
+            return Fate.LIVES
+        sure = likely = True
+        for h in holders:
+            if h is op or self._above[op] & self._bit[h]:
+                continue
+            if self._above.get(h, 0) & self._bit[op]:
+                return Fate.LIVES
+            sure = False
+            # What gets ready at the same time runs at the same time.
+            likely = likely and self._level.get(h, 0) < self._level[op]
+        return Fate.DIES if sure else Fate.MAY_DIE if likely else Fate.MAY_LIVE
+
+    def _holders(self, tensor: tf.Tensor) -> list[tf.Operation] | None:
+        """The operations that read `tensor` or another one in the same memory, each as often as
+        it does; None if no kernel ever gets that memory."""
+        root = self._root(tensor)
+        if tensor.shape.num_elements() != root.shape.num_elements():
+            return None
+        if id(root) not in self._found:
+            self._found[id(root)] = self._search(root)
+        return self._found[id(root)]
+
+    def _root(self, tensor: tf.Tensor) -> tf.Tensor:
+        seen: set[int] = set()
+        while id(tensor) not in seen:
+            seen.add(id(tensor))
+            op = tensor.op
+            for i, o in _aliases(op):
+                if op.outputs[o] is tensor:
+                    tensor = self._reading.inputs(op)[i]
+                    break
+        return tensor
+
+    def _search(self, root: tf.Tensor) -> list[tf.Operation] | None:
+        if root.op.type in tf_ops.RESIDENT or self._is_constant(root.op):
+            return None
+        found: list[tf.Operation] = []
+        stack, seen = [root], {id(root)}
+        while stack:
+            t = stack.pop()
+            if id(t) in self._held:
+                return None
+            for op in dict.fromkeys((*self._readers.get(id(t), ()), *self._beside(t))):
+                if op.type.startswith(_KEEPERS):
+                    return None
+                aliases = _aliases(op)
+                for i, x in enumerate(self._reading.inputs(op)):
+                    if x is t:
+                        found.append(op)
+                        for out in (op.outputs[o] for j, o in aliases if j == i):
+                            if id(out) not in seen:
+                                seen.add(id(out))
+                                stack.append(out)
+        return found
+
+    def _beside(self, tensor: tf.Tensor) -> list[tf.Operation]:
+        """Readers that no gradient needs, but that may run all the same."""
+        return [
+            op
+            for op in tensor.consumers()
+            if op not in self._nodes
+            and op._id < self._unused_from
+            and op.type not in tf_ops.METADATA
+            and self._reading.is_there(op)
+        ]
+
+    def _is_constant(self, op: tf.Operation) -> bool:
+        """Whether the executor computes the operation in advance and keeps the result."""
+        known = self._constant.get(op)
+        if known is None:
+            self._constant[op] = False
+            known = op.type == "Const" or (
+                tf_ops.is_foldable(op)
+                and all(self._is_constant(t.op) for t in self._reading.inputs(op))
+            )
+            self._constant[op] = known
+        return known
+
+
+_KEEPERS = ("Assign", "TensorList", "TensorArray", "Stack")
+"""What keeps the memory of a tensor that it is given: variables and lists."""
+
+
+def _aliases(op: tf.Operation) -> list[tuple[int, int]]:
+    """(input, output) index pairs where the output may be in the input's memory."""
+    if not tf_ops.is_control_flow_v1(op):
+        return tf_ops.views(op)
+    return [
+        (i, o)
+        for i, t in enumerate(op.inputs)
+        for o, out in enumerate(op.outputs)
+        if t.dtype == out.dtype
+    ]

@@ -1,0 +1,124 @@
+"""The graph as it was traced: what rewrites have changed in it, and how to see through that."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import tensorflow as tf
+
+_CHANGES = "_optckpt_changes"
+
+_marks = itertools.count()
+
+
+def next_mark() -> bytes:
+    """A value for the attribute `tf_ops.MARK` of an operation that a rewrite adds."""
+    return str(next(_marks)).encode()
+
+
+@dataclass(eq=False, slots=True)
+class Changes:
+    """What all rewrites of one graph have changed."""
+
+    inputs: dict[tuple[tf.Operation, int], tf.Tensor] = field(default_factory=dict)
+    """(operation, input index) -> the tensor that was read there before the first change."""
+    added: dict[tf.Operation, tf.Operation | None] = field(default_factory=dict)
+    """Operation -> the one as traced that it executes again; None: it is of another kind."""
+    controls: set[tuple[tf.Operation, tf.Operation]] = field(default_factory=set)
+    """Control edges (before, after)."""
+    orders: dict[tf.Operation, tuple[int, ...]] = field(default_factory=dict)
+    """Sum -> which of the inputs as traced each of its inputs now is, if they were permuted."""
+    copies: dict[tf.Operation, tf.Operation] = field(default_factory=dict)
+    """Sum -> the copy of an input that it reads first."""
+
+    def redirect(self, op: tf.Operation, i: int, source: tf.Tensor) -> None:
+        """Make `op` read `source` as its input `i`."""
+        self.inputs.setdefault((op, i), op.inputs[i])
+        op._update_input(i, source)
+
+
+def changes(graph: tf.Graph) -> Changes:
+    """What rewrites have changed in `graph`; to be kept up to date by whoever changes more."""
+    found: Changes | None = getattr(graph, _CHANGES, None)
+    if found is None:
+        found = Changes()
+        setattr(graph, _CHANGES, found)
+    return found
+
+
+@contextmanager
+def as_traced(graph: tf.Graph) -> Iterator[None]:
+    """Within the context, the operations of `graph` read what they read before any rewrite.
+
+    For differentiation: derivatives taken through re-executions would be sums of other terms.
+    """
+    known: Changes | None = getattr(graph, _CHANGES, None)
+    if known is None or not known.inputs:
+        yield
+        return
+    now = [(op, i, op.inputs[i]) for op, i in known.inputs]
+    try:
+        for (op, i), t in known.inputs.items():
+            op._update_input(i, t)
+        yield
+    finally:
+        for op, i, t in now:
+            op._update_input(i, t)
+
+
+class Reading:
+    """Who reads what in a graph: as it is, or as it was traced."""
+
+    def __init__(self, graph: tf.Graph, *, traced: bool = False) -> None:
+        self._known: Changes | None = getattr(graph, _CHANGES, None) if traced else None
+        self._inputs: dict[tf.Operation, tuple[tf.Tensor, ...]] = {}
+
+    def inputs(self, op: tf.Operation) -> tuple[tf.Tensor, ...]:
+        """What `op` reads."""
+        found = self._inputs.get(op)
+        if found is None:
+            found = tuple(op.inputs)
+            known = self._known
+            if known is not None and known.inputs:
+                found = tuple(known.inputs.get((op, i), t) for i, t in enumerate(found))
+            self._inputs[op] = found
+        return found
+
+    def controls(self, op: tf.Operation) -> list[tf.Operation]:
+        """The control inputs of `op`."""
+        found: list[tf.Operation] = op.control_inputs
+        known = self._known
+        if known is not None and known.controls:
+            found = [p for p in found if (p, op) not in known.controls and p not in known.added]
+        return found
+
+    def is_there(self, op: tf.Operation) -> bool:
+        """Whether the graph has the operation."""
+        return self._known is None or op not in self._known.added
+
+    def before(self, op: tf.Operation) -> list[tf.Operation]:
+        """The operations that `op` waits for; the back edges of TensorFlow 1 loops left out."""
+        makers = [t.op for t in self.inputs(op)]
+        return [p for p in makers if p.type not in _BACK] + self.controls(op)
+
+    def closure(self, roots: Iterable[tf.Operation]) -> list[tf.Operation]:
+        """`roots` that are there and all that they wait for, in an order in which they may run."""
+        order: list[tf.Operation] = []
+        entered: set[tf.Operation] = set()
+        stack: list[tuple[tf.Operation, bool]] = [(op, False) for op in roots if self.is_there(op)]
+        stack.reverse()
+        while stack:
+            op, done = stack.pop()
+            if done:
+                order.append(op)
+            elif op not in entered:
+                entered.add(op)
+                stack.append((op, True))
+                stack.extend((p, False) for p in self.before(op) if p not in entered)
+        return order
+
+
+_BACK = ("NextIteration", "RefNextIteration")

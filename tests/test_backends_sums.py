@@ -1,0 +1,258 @@
+"""Sums of three tensors and more add in the same order, rewritten or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from tf_support import (
+    Step,
+    assert_same,
+    everything_again,
+    flat,
+    grappler_off,
+    normal,
+    random_schedule,
+    weight,
+)
+
+from optckpt.backends.tensorflow import rewrite
+from optckpt.frontends.tensorflow import capture
+from optckpt.frontends.tf_sums import orders
+from optckpt.frontends.tf_traced import as_traced
+from optckpt.graph import TrainingGraph
+from optckpt.schedule import Schedule
+from optckpt.simulate import simulate
+
+Model = Callable[[tf.Tensor], tf.Tensor]
+
+KEPT, LINEAR = "kept", "linear"
+"""Terms whose value the backward pass needs, and terms that nobody needs after the sum."""
+
+
+def sum_of(terms: list[str], dtype: str, width: int = 64) -> tuple[Model, list[tf.Variable]]:
+    ws = [weight(width, width, seed=i) for i in range(len(terms) + 1)]
+
+    def model(x: tf.Tensor) -> tf.Tensor:
+        h = tf.tanh(x @ ws[-1])
+        made = [h @ w for w in ws[:-1]]
+        parts = [tf.tanh(t) if term == KEPT else t for t, term in zip(made, terms, strict=True)]
+        total = tf.cast(tf.add_n([tf.cast(t, dtype) for t in parts]), tf.float32)
+        return tf.reduce_mean(tf.square(tf.sin(total)))
+
+    return model, ws
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "terms",
+    [
+        [KEPT] * 3,
+        [KEPT] * 11,
+        [KEPT, KEPT, LINEAR],
+        [KEPT, KEPT, KEPT, LINEAR, KEPT],
+        [*[KEPT] * 9, LINEAR, LINEAR],
+    ],
+    ids=lambda terms: "".join(t[0] for t in terms),
+)
+def test_forward_sums_keep_their_order(terms: list[str], dtype: str) -> None:
+    model, ws = sum_of(terms, dtype)
+    x = normal(64, 64)
+    plain = Step(model, ws)(x)
+    for schedule in (Schedule.base, everything_again, random_schedule(1), random_schedule(2, 0.7)):
+        assert_same(Step(model, ws, schedule)(x), plain)
+
+
+def forget(*terms: int) -> Callable[[TrainingGraph], Schedule]:
+    """Keep all terms of the first sum but these; make them again right after it."""
+
+    def make(graph: TrainingGraph) -> Schedule:
+        total = next(u for u, op in enumerate(graph.operations) if op.kind == "AddN")
+        again = [graph.producer[graph.operations[total].reads[t]] for t in terms]
+        executions = list(range(len(graph.operations)))
+        return Schedule((*executions[: total + 1], *again, *executions[total + 1 :]))
+
+    return make
+
+
+def test_the_input_that_dies_is_not_added_first() -> None:
+    model, ws = sum_of([KEPT] * 4, "float32")
+    x = normal(64, 64)
+    plain = Step(model, ws)(x)
+    for terms, copies in (((2,), 1), ((3, 2), 1), ((0, 2), 0), ((1, 3), 0), ((), 0)):
+        step = Step(model, ws, forget(*terms))
+        assert_same(step(x), plain)
+        assert step.report is not None
+        assert step.report.sum_copies == copies
+
+
+def test_the_measured_peak_is_the_simulated_one_where_the_sum_copies() -> None:
+    w = weight(1)
+
+    def model(x: tf.Tensor) -> tf.Tensor:
+        terms = [tf.stop_gradient(tf.exp(x * (i + 1.0))) for i in range(3)]
+        total = tf.reduce_mean(tf.add_n(terms))
+        for t in terms:
+            total = tf.reduce_mean(t * total)
+        return total * w
+
+    x = tf.constant(normal(1024, 1024))
+    found = {}
+    for name, schedule in (("copied", forget(2)), ("taken over", forget(0))):
+        step = Step(model, [w], schedule)
+        with grappler_off():
+            step.function(x)
+            tf.config.experimental.reset_memory_stats("CPU:0")
+            before = tf.config.experimental.get_memory_info("CPU:0")["current"]
+            outputs = step.function(x)
+        measured = tf.config.experimental.get_memory_info("CPU:0")["peak"] - before
+        found[name] = simulate(step.graph, schedule(step.graph)).peak - step.graph.resident
+        assert 0.97 * found[name] <= measured <= 1.08 * found[name]
+        del outputs
+    assert found["copied"] == found["taken over"] + 4 * 1024 * 1024
+
+
+def test_small_sums_keep_their_order() -> None:
+    ws = [weight(64, 64, seed=i) for i in range(4)]
+
+    def model(x: tf.Tensor) -> tf.Tensor:
+        h = [tf.tanh(x @ w) for w in ws]
+        scalars = [tf.reduce_sum(tf.square(t)) for t in h]
+        rows = tf.add_n([tf.reduce_mean(tf.exp(t), 0) for t in h])
+        return tf.add_n([tf.sin(s) for s in scalars]) + tf.reduce_sum(tf.tanh(rows))
+
+    x = normal(64, 64)
+    plain = Step(model, ws)(x)
+    for schedule in (everything_again, random_schedule(1)):
+        assert_same(Step(model, ws, schedule)(x), plain)
+
+
+def test_the_order_as_traced() -> None:
+    """Which input the kernel puts first, told from the graph alone."""
+    variable = tf.Variable(normal(8, 16), trainable=False)
+    found: dict[str, tuple[int, ...]] = {}
+
+    @tf.function(autograph=False)
+    def step(x: tf.Tensor) -> list[tf.Tensor]:
+        cases: dict[str, Callable[[], list[tf.Tensor]]] = {}
+        held, constant = tf.sin(x), tf.ones([8, 16])
+        stored = tf.tan(x)
+        variable.assign(stored)
+        half = tf.split(tf.tanh(tf.concat([x, x], 0)), 2, axis=0)
+        twice = tf.sinh(x)
+        cases["all die"] = [tf.cos(x), tf.cosh(x), tf.exp(x)]
+        cases["resident"] = [x, variable.read_value(), tf.exp(x)]
+        cases["constant"] = [constant, tf.exp(constant), tf.exp(x)]
+        cases["output"] = [held, tf.identity(held), held + 1.0]
+        cases["stored"] = [stored, held, tf.exp(x), tf.cos(x)]
+        cases["parts"] = [*half, tf.exp(x)]
+        cases["twice"] = [twice, tf.reshape(twice, [8, 16]), tf.exp(x)]
+        cases["second"] = [held, tf.exp(x), tf.cos(x)]
+        cases["nobody"] = [held, x, stored]
+        sums = {name: tf.add_n(terms) for name, terms in cases.items()}
+        late = tf.exp(tf.sin(x))
+        sums["read later"] = tf.add_n([late, tf.square(late) * 0.0 + x, tf.cos(x)])
+        with tf.control_dependencies([sums["read later"]]):
+            after = tf.cos(late)
+        outputs = [*sums.values(), held, after]
+        y = tf.add_n([tf.reduce_sum(t) for t in outputs])
+        graph = tf.compat.v1.get_default_graph()
+        members = graph.get_operations()
+        got = orders(graph, members, [y], [], [*outputs, y])
+        found.update((name, got[t.op]) for name, t in sums.items())
+        return outputs
+
+    step.get_concrete_function(tf.TensorSpec([8, 16]))
+    natural, third = (0, 1, 2), (2, 1, 0)
+    assert found == {
+        "all die": natural,
+        "resident": third,
+        "constant": third,
+        "output": third,
+        "stored": (2, 1, 0, 3),
+        "parts": third,
+        "twice": third,
+        "second": natural,
+        "nobody": natural,
+        "read later": natural,
+    }
+
+
+def test_calls_and_derivatives_on_top_of_a_rewritten_graph() -> None:
+    ws = [weight(64, 64, seed=i) for i in range(3)]
+
+    def model(x: tf.Tensor) -> tf.Tensor:
+        h = tf.tanh(x)
+        for w in ws:
+            h = tf.add_n([tf.tanh(h @ w), tf.sin(h), 0.5 * h])
+        return tf.reduce_mean(tf.square(h))
+
+    def run(*schedules: Any) -> list[np.ndarray]:
+        @tf.function(autograph=False)
+        def step(x: tf.Tensor) -> list[tf.Tensor]:
+            graph = tf.compat.v1.get_default_graph()
+            y = model(x)
+            outputs = [y]
+            for schedule in schedules:
+                with as_traced(graph):
+                    gradients = flat(tf.gradients(y, ws))
+                outputs += gradients
+                if schedule is not None:
+                    found = capture(graph, [y], gradients)
+                    rewrite(found, schedule(found.graph))
+                y = tf.add_n([tf.reduce_sum(tf.square(g)) for g in gradients]) + model(h := x * 0.5)
+                del h
+            return outputs
+
+        with grappler_off():
+            return [t.numpy() for t in step(normal(64, 64))]
+
+    plain = run(None, None, None)
+    for seed in range(2):
+        schedules = [everything_again, random_schedule(seed), random_schedule(seed + 2, 0.7)]
+        assert_same(run(*schedules), plain)
+
+
+def test_outside_the_context_the_graph_is_as_rewritten() -> None:
+    model, ws = sum_of([KEPT] * 3, "float32")
+    step = Step(model, ws, everything_again)
+    step(normal(64, 64))
+    assert step.capture is not None
+    graph = step.capture.tf_graph
+
+    def reads() -> list[list[str]]:
+        return [[t.name for t in op.inputs] for op in graph.get_operations()]
+
+    rewritten = reads()
+    with as_traced(graph):
+        # Re-executions still read each other; nothing as traced reads them.
+        assert not any(
+            name.startswith("optckpt/")
+            for op, names in zip(graph.get_operations(), reads(), strict=True)
+            if not op.name.startswith("optckpt/")
+            for name in names
+        )
+    assert reads() == rewritten
+
+
+def test_a_copy_can_be_differentiated() -> None:
+    model, ws = sum_of([KEPT] * 3, "float32")
+
+    def twice(schedule: Any) -> list[np.ndarray]:
+        @tf.function(autograph=False)
+        def step(x: tf.Tensor) -> list[tf.Tensor]:
+            y = model(x)
+            gradients = flat(tf.gradients(y, ws))
+            if schedule is not None:
+                found = capture(tf.compat.v1.get_default_graph(), [y], gradients)
+                assert rewrite(found, schedule(found.graph)).sum_copies
+            return flat(tf.gradients(y, ws))
+
+        with grappler_off():
+            return [t.numpy() for t in step(normal(64, 64))]
+
+    for a, b in zip(twice(forget(2)), twice(None), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * np.abs(b).max())
