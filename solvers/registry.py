@@ -99,6 +99,7 @@ _strategies: Registry[Strategy] = Registry(
         "chen_greedy": "optckpt.solvers.heuristics:chen_greedy",
         "speed": "optckpt.solvers.heuristics:speed",
         "griewank": "optckpt.solvers.heuristics:griewank",
+        "rotor": "optckpt.solvers.rotor:rotor",
         "explicit": "optckpt.solvers.heuristics:explicit",
     },
 )
