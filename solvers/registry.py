@@ -100,6 +100,7 @@ _strategies: Registry[Strategy] = Registry(
         "speed": "optckpt.solvers.heuristics:speed",
         "griewank": "optckpt.solvers.heuristics:griewank",
         "rotor": "optckpt.solvers.rotor:rotor",
+        "knapsack": "optckpt.solvers.knapsack:knapsack",
         "explicit": "optckpt.solvers.heuristics:explicit",
     },
 )

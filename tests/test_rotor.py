@@ -9,12 +9,17 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from strategies_support import (
+    between,
+    check_against_the_optimum,
+    check_random_graph,
+    judged,
+    plain_peak,
+)
 
 from optckpt.errors import OptckptError
 from optckpt.frontends import synthetic
 from optckpt.graph import TrainingGraph
-from optckpt.schedule import Schedule
-from optckpt.simulate import Simulation, simulate
 from optckpt.solvers import rotor as module
 from optckpt.solvers.brute_force import cheapest
 from optckpt.solvers.floor import static_floor
@@ -22,18 +27,6 @@ from optckpt.solvers.registry import SolveOptions, solve
 from optckpt.solvers.segments import articulation_points
 
 SIZE = 1000
-
-
-def plain_peak(graph: TrainingGraph) -> int:
-    return simulate(graph, Schedule.base(graph)).peak
-
-
-def run(
-    graph: TrainingGraph, budget: int | None, time_limit: float = 30.0
-) -> tuple[str, Simulation]:
-    solution = solve(graph, budget, "rotor", SolveOptions(time_limit=time_limit))
-    assert solution.schedule is not None
-    return solution.certificate.status, simulate(graph, solution.schedule)
 
 
 def has_chain(graph: TrainingGraph) -> bool:
@@ -62,26 +55,18 @@ def budgets(graph: TrainingGraph) -> range:
 @given(st.integers(0, 10**9), st.floats(0.3, 1.1))
 def test_random_graphs_are_answered(seed: int, fraction: float) -> None:
     graph = synthetic.random_graph(seed, 1 + seed % 30)
-    budget = max(1, int(fraction * plain_peak(graph)))
-    if not has_chain(graph):
+    if has_chain(graph):
+        check_random_graph("rotor", seed, fraction)
+    else:
         with pytest.raises(OptckptError, match=r"'rotor' needs a chain.*'optimal'"):
-            run(graph, budget)
-        return
-    status, result = run(graph, budget)
-    assert status == ("feasible" if result.peak <= budget else "over-budget")
+            judged(graph, 1, "rotor")
 
 
 @settings(derandomize=True, deadline=None, max_examples=80)
 @given(st.integers(0, 10**9), st.floats(0.3, 1.0))
 def test_never_below_the_optimum(seed: int, fraction: float) -> None:
-    graph = synthetic.random_graph(seed, 3 + seed % 6)
-    if not has_chain(graph):
-        return
-    status, result = run(graph, max(1, int(fraction * plain_peak(graph))))
-    truth = cheapest(graph, result.peak)
-    assert truth is not None
-    assert result.extra_seconds >= truth[0] - 1e-9
-    assert status == "feasible" or result.peak > 0
+    if has_chain(synthetic.random_graph(seed, 3 + seed % 6)):
+        check_against_the_optimum("rotor", seed, fraction)
 
 
 @settings(derandomize=True, deadline=None, max_examples=25)
@@ -90,8 +75,8 @@ def test_exact_on_chains_of_falling_sizes(seed: int) -> None:
     graph = tiny_chain(seed, falling=True)
     for budget in budgets(graph):
         truth = cheapest(graph, budget)
-        status, result = run(graph, budget)
-        assert (status == "feasible") == (truth is not None)
+        certificate, result = judged(graph, budget, "rotor")
+        assert (certificate.status == "feasible") == (truth is not None)
         if truth is not None:
             assert result.extra_seconds == truth[0]
 
@@ -101,8 +86,8 @@ def test_exact_on_chains_of_falling_sizes(seed: int) -> None:
 def test_at_least_the_optimum_on_any_chain(seed: int) -> None:
     graph = tiny_chain(seed, falling=False)
     for budget in budgets(graph):
-        status, result = run(graph, budget)
-        if status == "feasible":
+        certificate, result = judged(graph, budget, "rotor")
+        if certificate.status == "feasible":
             truth = cheapest(graph, budget)
             assert truth is not None
             assert result.extra_seconds >= truth[0]
@@ -113,12 +98,11 @@ def test_optimal_is_never_above_it_on_chains(weights: int) -> None:
     graph = synthetic.chain(
         14, size=[SIZE * (3 + 5 * i % 7) for i in range(14)], seconds=1.0, weights=weights
     )
-    low, high = static_floor(graph).bytes, plain_peak(graph)
     for share in (0.2, 0.4, 0.7):
-        budget = round(low + share * (high - low))
-        status, result = run(graph, budget)
+        budget = between(graph, share)
+        certificate, result = judged(graph, budget, "rotor")
         ours = solve(graph, budget, "optimal", SolveOptions(time_limit=8, gap=0.0)).certificate
-        if status == "feasible":
+        if certificate.status == "feasible":
             assert ours.cost is not None
             assert ours.bound <= result.overhead + 1e-9
             assert ours.status != "optimal" or ours.cost <= result.overhead + 3e-6
@@ -130,8 +114,8 @@ def test_never_above_the_binomial_schedule(n: int, share: float) -> None:
     graph = synthetic.chain(n, size=SIZE, seconds=1.0)
     budget = max(7 * SIZE, int(share * plain_peak(graph)))
     theirs = solve(graph, budget, "griewank").certificate
-    status, result = run(graph, budget)
-    assert status == theirs.status == "feasible"
+    certificate, result = judged(graph, budget, "rotor")
+    assert certificate.status == theirs.status == "feasible"
     assert theirs.cost is not None
     assert result.overhead <= theirs.cost + 1e-9
 
@@ -139,7 +123,7 @@ def test_never_above_the_binomial_schedule(n: int, share: float) -> None:
 def test_unequal_layers_are_worth_more_than_equal_segments() -> None:
     graph = synthetic.chain(60, size=[18 * SIZE] * 6 + [SIZE] * 54, seconds=[1.0] * 6 + [9.0] * 54)
     budget = int(0.5 * plain_peak(graph))
-    _, result = run(graph, budget)
+    _, result = judged(graph, budget, "rotor")
     others = [solve(graph, budget, name).certificate for name in ("chen_greedy", "griewank")]
     assert all(c.cost is not None and result.overhead < 0.5 * c.cost for c in others)
 
@@ -147,12 +131,12 @@ def test_unequal_layers_are_worth_more_than_equal_segments() -> None:
 def test_memory_in_levels_always_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = synthetic.residual_chain(12, size=SIZE + 17)
     high = plain_peak(graph)
-    exact = [run(graph, int(f * high))[1].overhead for f in (0.3, 0.5, 0.8)]
+    exact = [judged(graph, int(f * high), "rotor")[1].overhead for f in (0.3, 0.5, 0.8)]
     assert exact == sorted(exact, reverse=True)
     monkeypatch.setattr(module, "LEVELS", 60)
     for fraction, least in zip((0.3, 0.5, 0.8), exact, strict=True):
-        status, result = run(graph, int(fraction * high))
-        assert status == "feasible"
+        certificate, result = judged(graph, int(fraction * high), "rotor")
+        assert certificate.status == "feasible"
         assert least <= result.overhead <= 1.5 * least + 0.05
 
 
@@ -165,36 +149,37 @@ def test_random_masks_are_in_memory_until_they_are_read_again() -> None:
             replace(op, repeatable=op.repeatable and op.kind != "Relu") for op in graph.operations
         ),
     )
-    high, low = plain_peak(graph), static_floor(graph).bytes
     for share in (0.3, 0.5, 0.8):
-        status, result = run(graph, int(low + share * (high - low)))
-        assert status == "feasible"
+        certificate, result = judged(graph, between(graph, share), "rotor")
+        assert certificate.status == "feasible"
         assert result.re_executions > 0
 
 
 def test_below_what_it_reaches_the_lowest_peak() -> None:
     graph = synthetic.chain(50, size=SIZE)
-    status, result = run(graph, SIZE)
-    assert status == "over-budget"
+    certificate, result = judged(graph, SIZE, "rotor")
+    assert certificate.status == "over-budget"
     assert result.peak < 8 * SIZE
 
 
 def test_long_chains_are_coarsened(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_STAGES", 60)
     graph = synthetic.chain(700, size=SIZE, seconds=1.0)
-    status, result = run(graph, int(0.1 * plain_peak(graph)))
-    assert status == "feasible"
+    certificate, result = judged(graph, int(0.1 * plain_peak(graph)), "rotor")
+    assert certificate.status == "feasible"
     assert result.extra_seconds <= 700
 
 
 def test_the_time_limit_ends_it() -> None:
     graph = synthetic.chain(900, size=[SIZE + i for i in range(900)])
-    run(synthetic.chain(4), SIZE)  # compiles
+    judged(synthetic.chain(4), SIZE, "rotor")  # compiles
     started = time.monotonic()
-    status, result = run(graph, int(0.1 * plain_peak(graph)), time_limit=0.5)
+    certificate, result = judged(graph, int(0.1 * plain_peak(graph)), "rotor", time_limit=0.5)
     assert time.monotonic() - started < 0.5 + 2
-    assert status == ("feasible" if result.peak <= 0.1 * plain_peak(graph) else "over-budget")
+    assert certificate.status == (
+        "feasible" if result.peak <= 0.1 * plain_peak(graph) else "over-budget"
+    )
 
 
 def test_no_budget_is_the_plain_step() -> None:
-    assert run(synthetic.chain(9), None)[1].re_executions == 0
+    assert judged(synthetic.chain(9), None, "rotor")[1].re_executions == 0
