@@ -32,14 +32,38 @@ from optckpt.frontends.tf_order import execution_order, outside_consumers
 from optckpt.frontends.tf_shapes import Sizes
 from optckpt.frontends.tf_sums import with_orders
 
-__all__ = ["CPU_COUNT_FROM", "HISTORY", "Capture", "capture", "capture_concrete"]
+__all__ = [
+    "CPU_COUNT_FROM",
+    "HISTORY",
+    "Capture",
+    "capture",
+    "capture_concrete",
+    "no_garbage_collection",
+]
 
 HISTORY = "_optckpt_history"
 """Attribute of a rewritten tf.Graph: a list of (chained operations, output tensors, device), one
 entry per rewrite. A second capture for the same device plans on top of the first."""
 
 
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Keep Python's cyclic garbage collector from running.
+
+    It would walk all of TensorFlow's objects, for longer than a capture or a rewrite takes. They
+    make (next to) no cyclic garbage.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+@no_garbage_collection()
 def capture(
     tf_graph: tf.Graph,
     ys: Sequence[tf.Tensor],
@@ -77,37 +101,18 @@ def capture(
     earlier = [op for past in history for op in past[0]]
     kept = [t for past in history for t in past[1]]
     outputs = tuple({id(t): t for t in (*ys, *gradients, *keep, *kept)}.values())
-    with _no_garbage_collection():
-        nodes = Nodes()
-        forward = nodes.ancestors([t.op for t in ys])
-        ends = [t.op for t in (*gradients, *keep)] + earlier
-        needed = nodes.ancestors(ends, forward)
-        sizes = Sizes(needed, chain_from)
-        outside = outside_consumers(
-            nodes, needed, forward, sizes, None if live is None else set(live)
-        )
-        order = execution_order(needed | outside, forward, outside, sizes)
-        anchor = gradients[0].op._get_control_flow_context() if gradients else None
-        built = Build(order, forward, outside, sizes, anchor).finish(
-            tf_graph, outputs, count_from, name
-        )
-        return with_orders(built, ys, gradients)
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Keep Python's cyclic garbage collector from running.
-
-    It would walk all of TensorFlow's objects, for longer than the capture takes. Captures make no
-    cycles.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
+    nodes = Nodes()
+    forward = nodes.ancestors([t.op for t in ys])
+    ends = [t.op for t in (*gradients, *keep)] + earlier
+    needed = nodes.ancestors(ends, forward)
+    sizes = Sizes(needed, chain_from)
+    outside = outside_consumers(nodes, needed, forward, sizes, None if live is None else set(live))
+    order = execution_order(needed | outside, forward, outside, sizes)
+    anchor = gradients[0].op._get_control_flow_context() if gradients else None
+    built = Build(order, forward, outside, sizes, anchor).finish(
+        tf_graph, outputs, count_from, name
+    )
+    return with_orders(built, ys, gradients)
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]

@@ -214,8 +214,9 @@ class Build:
             size = self._sizes.exact(t) + tf_onednn.hidden_bytes(t.op)
             self._buffers.append(_Buffer(t, size, self._sizes.pieces(t), u))
         forward = not outside and all(node in self._forward for node in group)
-        for node in group:
-            self._devices.add(node.op, sum(self._sizes.exact(t) for t in node.outputs))
+        devices = [self._devices.of(node.op) for node in group]
+        for node, device in zip(group, devices, strict=True):
+            self._devices.add(device, sum(map(self._sizes.exact, node.outputs)))
         self._units.append(
             _Unit(
                 group=group,
@@ -230,7 +231,7 @@ class Build:
                 chained=movable and all(tf_ops.can_wait(node.op) for node in group),
                 movable=movable,
                 internal=internal,
-                device=self._devices.of(group[0].op),
+                device=devices[0],
             )
         )
         alone = frozenset((u,))

@@ -24,9 +24,8 @@ class Devices:
             self._parsed[text] = found = f"/device:{kind}:{spec.device_index or 0}"
         return found
 
-    def add(self, op: tf.Operation, size: int) -> None:
-        """Count `size` bytes for the device of `op`."""
-        device = self.of(op)
+    def add(self, device: str, size: int) -> None:
+        """Count `size` bytes for `device`."""
         self._bytes[device] = self._bytes.get(device, 0) + size
 
     def main(self) -> str:

@@ -75,6 +75,7 @@ class Reading:
     def __init__(self, graph: tf.Graph, *, traced: bool = False) -> None:
         self._known: Changes | None = getattr(graph, _CHANGES, None) if traced else None
         self._inputs: dict[tf.Operation, tuple[tf.Tensor, ...]] = {}
+        self._before: dict[tf.Operation, list[tf.Operation]] = {}
 
     def inputs(self, op: tf.Operation) -> tuple[tf.Tensor, ...]:
         """What `op` reads."""
@@ -101,8 +102,12 @@ class Reading:
 
     def before(self, op: tf.Operation) -> list[tf.Operation]:
         """The operations that `op` waits for; the back edges of TensorFlow 1 loops left out."""
-        makers = [t.op for t in self.inputs(op)]
-        return [p for p in makers if p.type not in _BACK] + self.controls(op)
+        found = self._before.get(op)
+        if found is None:
+            makers = [t.op for t in self.inputs(op)]
+            found = [p for p in makers if p.type not in _BACK] + self.controls(op)
+            self._before[op] = found
+        return found
 
     def closure(self, roots: Iterable[tf.Operation]) -> list[tf.Operation]:
         """`roots` that are there and all that they wait for, in an order in which they may run."""

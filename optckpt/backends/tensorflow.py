@@ -19,7 +19,7 @@ from tensorflow.python.framework import ops
 from optckpt.backends.sums import keep_orders
 from optckpt.errors import RewriteError
 from optckpt.frontends import tf_ops
-from optckpt.frontends.tensorflow import HISTORY, Capture
+from optckpt.frontends.tensorflow import HISTORY, Capture, no_garbage_collection
 from optckpt.frontends.tf_traced import changes, next_mark
 from optckpt.schedule import Schedule
 from optckpt.simulate import simulate
@@ -55,6 +55,7 @@ class RewriteReport:
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+@no_garbage_collection()
 def rewrite(capture: Capture, schedule: Schedule, *, scope: str = "optckpt") -> RewriteReport:
     """Edit `capture.tf_graph` in place so that it executes as `schedule` says.
 
@@ -282,9 +283,10 @@ def _check_acyclic(capture: Capture, edit: _Edit) -> None:
     for unit in edit.units:
         for node in unit[1:]:
             group[index[node]] = index[unit[0]]
-    moved: dict[tuple[tf.Operation, int], Source] = {
-        (op, i): source for op, i, source in edit.moves
-    }
+    moved: dict[tf.Operation, dict[int, Source]] = {}
+    for op, i, source in edit.moves:
+        moved.setdefault(op, {})[i] = source
+    back_edges = {op for op in members if op.type in ("NextIteration", "RefNextIteration")}
     next_of: list[list[int]] = [[] for _ in group]
     waiting = [0] * len(group)
 
@@ -295,9 +297,10 @@ def _check_acyclic(capture: Capture, edit: _Edit) -> None:
             waiting[b] += 1
 
     for op in members:
-        for i, t in enumerate(op.inputs):
-            if t.op.type not in ("NextIteration", "RefNextIteration"):
-                edge(_node(moved.get((op, i), t)) if moved else t.op, op)
+        changed = moved.get(op, {})
+        makers = {t.op for i, t in enumerate(op.inputs) if i not in changed}
+        for p in (makers - back_edges).union(map(_node, changed.values())):
+            edge(p, op)
         for p in op.control_inputs:
             edge(p, op)
     for c, clone in enumerate(edit.clones):
@@ -417,6 +420,6 @@ def _make_clone(
     if context is not made._get_control_flow_context():
         made._set_control_flow_context(context)
     for new, old in zip(made.outputs, original.outputs, strict=True):
-        if not new.shape.is_fully_defined():
+        if tf_ops.element_count(new) is None:
             new.set_shape(old.shape)
     return made
