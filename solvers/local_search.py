@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
+from optckpt.solvers.compiling import compiled, interruptible
 from optckpt.solvers.preprocess import Problem
 
 Ints = npt.NDArray[np.int64]
@@ -68,16 +68,7 @@ def to_arrays(problem: Problem) -> Arrays:
     )
 
 
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile at the first call; keep the machine code on disk where there is a place for it."""
-    try:
-        compiled: Callable[..., Any] = numba.njit(cache=True)(function)
-    except RuntimeError:
-        compiled = numba.njit(function)
-    return compiled
-
-
-@_compiled
+@compiled
 def _evaluate(  # type: ignore[no-untyped-def]
     sequence, length, budget, use, alive, wanted, first,
     read_start, reads, write_start, writes, take_start, takes,
@@ -143,7 +134,7 @@ def _evaluate(  # type: ignore[no-untyped-def]
     return extra, excess
 
 
-@_compiled
+@compiled
 def _anneal(  # type: ignore[no-untyped-def]
     start, length, budget, iterations, hot, cold, price, rate, seed, capacity, known,
     read_start, reads, write_start, writes, take_start, takes,
@@ -404,19 +395,11 @@ def anneal(
     rate = max(3e-4, 8.0 / iterations)
     for k in range(parts):
         start = hot * mean * ratio**k
-        try:
-            found, cost, last, price = _anneal(
-                last, len(last), budget, -(-iterations // parts), start, start * ratio, price, rate,
-                (seed * 1009 + k) % 2**31, 2 * len(last) + 64, known, *flat,
-            )  # fmt: skip
-        except SystemError as e:
-            # An interrupt during compiled code surfaces as the root of a chain of these errors.
-            root: BaseException | None = e
-            while isinstance(root, SystemError):
-                root = root.__cause__
-            if isinstance(root, KeyboardInterrupt):
-                raise root from None
-            raise
+        found, cost, last, price = interruptible(
+            _anneal,
+            last, len(last), budget, -(-iterations // parts), start, start * ratio, price, rate,
+            (seed * 1009 + k) % 2**31, 2 * len(last) + 64, known, *flat,
+        )  # fmt: skip
         if len(found):
             best, known = found.tolist(), float(cost)
         if stop():

@@ -4,20 +4,19 @@ Each round solves the relaxation of `stage_cuts` for the current cuts, whose val
 every schedule in base order; meanwhile this process anneals the incumbent. The relaxed
 solution is decoded into a sequence and simulated; where it exceeds the budget, new cuts make
 the next relaxation tighter, and annealing repairs the sequence. The first rounds do without
-integrality, to find where to cut. It ends when incumbent and bound meet within the tolerance, when a relaxation is infeasible (a proof), or at the time
-limit, then with the best schedule and bound so far.
+integrality, to find where to cut. It ends when incumbent and bound meet within the tolerance,
+when a relaxation is infeasible (a proof), or at the time limit, then with the best schedule and
+bound so far.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
-from optckpt.errors import OptckptError
 from optckpt.graph import TrainingGraph
 from optckpt.schedule import Certificate, Schedule, Solution, Status
 from optckpt.simulate import simulate
@@ -26,12 +25,10 @@ from optckpt.solvers.brute_force import cheapest
 from optckpt.solvers.cut_choice import tighten
 from optckpt.solvers.decode import decode
 from optckpt.solvers.floor import static_floor
-from optckpt.solvers.heuristics import chen_greedy, griewank, speed, sqrt_n
-from optckpt.solvers.local_search import Arrays, anneal, to_arrays
+from optckpt.solvers.incumbent import Incumbent
 from optckpt.solvers.loss_cut import start_loss_cut
 from optckpt.solvers.preprocess import Problem, preprocess
 from optckpt.solvers.registry import Progress, SolveOptions
-from optckpt.solvers.sequence import cost, profile
 from optckpt.solvers.stage_cuts import STEP, Choice, build, read_choice
 
 logger = logging.getLogger("optckpt.solvers.optimal")
@@ -44,10 +41,6 @@ LINEAR_PATIENCE = 2
 """Rounds without progress after which integrality takes over."""
 LINEAR_COLUMNS = 4000
 """Columns beyond which another linear relaxation takes too long."""
-FIRST_TRIES = (3000, 10_000, 30_000)
-"""Moves of the annealings that look for a first schedule."""
-HEURISTIC_SECONDS = 0.3
-"""Time for each heuristic that is tried for an incumbent."""
 EXHAUSTIVE = 16
 """Graphs with at most so many buffers are searched exhaustively if the cuts do not settle them."""
 LAST_TRIES = 6
@@ -84,7 +77,7 @@ def optimal(graph: TrainingGraph, budget: int | None, options: SolveOptions) -> 
     try:
         status = search.run()
     except KeyboardInterrupt:
-        if not search.found:
+        if not search.incumbent.found:
             raise
         status = "feasible"
     return search.solution(status)
@@ -100,156 +93,45 @@ class _Search:
     """Bytes without resident data."""
     options: SolveOptions
     started: float
-    best: list[int] | None = None
-    best_cost: float = float("inf")
     bound: float = 0.0
     any_order: float = 0.0
     """A bound that holds for any order of the base operations."""
-    exact: Schedule | None = None
-    """Found by exhaustive search or by a heuristic; takes the place of `best`."""
-    seconds_first: float | None = None
     cuts: set[int] = field(default_factory=set)
     moments: set[tuple[int, int]] = field(default_factory=set)
-    compiling: float = 0.0
-    """Seconds spent on compiling the annealing, once after installation; not counted as search."""
     rounds: int = 0
     cutting: int = 0
     """Rounds of new cuts so far."""
-    tries: int = 0
     effort: int = 10_000
     """Moves per annealing in this round."""
-    spare: list[int] | None = None
-    """A cheaper schedule found in spare time; see `improve_while`."""
-    spare_cost: float = float("inf")
 
     @cached_property
-    def arrays(self) -> Arrays:
-        return to_arrays(self.problem)
-
-    @cached_property
-    def base(self) -> list[int]:
-        """The plain step."""
-        return list(range(self.problem.n))
+    def incumbent(self) -> Incumbent:
+        return Incumbent(
+            self.graph, self.problem, self.budget, self.options, self.started, self.report
+        )
 
     @property
     def tolerance(self) -> float:
         return max(self.options.gap, TOLERANCE)
 
-    def elapsed(self) -> float:
-        return time.monotonic() - self.started
-
-    def remaining(self) -> float:
-        return self.options.time_limit + self.compiling - self.elapsed()
-
-    @property
-    def found(self) -> bool:
-        """Whether there is a schedule that fits."""
-        return self.best is not None or self.exact is not None
-
     def closed(self) -> bool:
-        return self.found and self.best_cost - self.bound <= self.tolerance
+        return self.incumbent.found and self.incumbent.cost - self.bound <= self.tolerance
 
     def report(self) -> None:
         if self.options.progress is not None:
-            incumbent = self.best_cost if self.found else None
-            self.options.progress(Progress(self.elapsed(), incumbent, self.bound))
-
-    def offer(self, sequence: Sequence[int]) -> None:
-        """Take `sequence` as incumbent if it fits and is cheaper."""
-        price = cost(self.problem, sequence)
-        if price < self.best_cost and max(profile(self.problem, sequence)) <= self.budget:
-            if not self.found:
-                self.seconds_first = self.elapsed()
-            self.best, self.best_cost, self.exact = list(sequence), price, None
-            self.report()
-
-    def offer_heuristics(self) -> None:
-        """Take the best schedule of the literature's rules as incumbent if it is cheaper.
-
-        They know low peaks on chains that annealing does not find.
-        """
-        limited = replace(self.options, time_limit=HEURISTIC_SECONDS, progress=None)
-        for strategy in (chen_greedy, sqrt_n, speed, griewank):
-            with contextlib.suppress(OptckptError):
-                solution = strategy(self.graph, self.budget + self.graph.resident, limited)
-                cert = solution.certificate
-                if solution.schedule is not None and cert.status == "feasible":
-                    self.offer_schedule(solution.schedule, cert.cost)
-
-    def offer_start(self, schedule: Schedule) -> None:
-        """Take a schedule that was known before as incumbent if it fits and is cheaper."""
-        firsts = {members[0]: unit for unit, members in enumerate(self.problem.members)}
-        sequence = [firsts[o] for o in schedule.executions if o in firsts]
-        if self.problem.expand(sequence) == schedule.executions:
-            self.offer(sequence)
-            return
-        result = simulate(self.graph, schedule)
-        if result.peak <= self.budget + self.graph.resident:
-            self.offer_schedule(schedule, result.overhead)
-
-    def offer_schedule(self, schedule: Schedule, price: float | None) -> None:
-        """Take `schedule`, which fits, as incumbent if it is cheaper."""
-        if price is not None and price < self.best_cost:
-            if not self.found:
-                self.seconds_first = self.elapsed()
-            self.exact, self.best_cost = schedule, price
-            self.report()
+            cost = self.incumbent.cost if self.incumbent.found else None
+            self.options.progress(Progress(self.incumbent.elapsed(), cost, self.bound))
 
     def raise_bound(self, bound: float) -> None:
         if bound > self.bound:
             # A proof that nothing cheaper exists can overshoot by the solver's tolerance.
-            self.bound = min(bound, self.best_cost)
+            self.bound = min(bound, self.incumbent.cost)
             self.report()
 
-    def improve(self, sequence: Sequence[int], iterations: int, hot: float) -> None:
-        """Anneal from `sequence` and offer what comes out."""
-        self.tries += 1
-        found = anneal(
-            self.arrays,
-            sequence,
-            self.budget,
-            # A small graph is soon searched through.
-            iterations=min(iterations, 300 * self.problem.n),
-            hot=hot,
-            seed=self.options.seed * 7919 + self.tries,
-            known=self.best_cost,
-            stop=lambda: self.remaining() <= 0,
-        )
-        if found.best is not None:
-            self.offer(found.best)
-
-    def improve_while(self, run: engine.Solve) -> None:
-        """Anneal until the solver answers.
-
-        How far that gets depends on the machine's speed, so what it finds is put aside, to be
-        used only when the time limit ends the search: whatever ends before it is repeatable.
-        """
-        k = 0
-        while not run.ready() and self.remaining() > 0:
-            k += 1
-            known = min(self.best_cost, self.spare_cost)
-            warm = self.spare or self.best
-            found = anneal(
-                self.arrays,
-                self.base if k % 2 or warm is None else warm,
-                self.budget,
-                iterations=60_000,
-                hot=3.0 if k % 2 or warm is None else 1.0,
-                seed=self.options.seed * 7919 + 1_000_000 + 1000 * self.rounds + k,
-                known=known,
-                stop=lambda: run.ready() or self.remaining() <= 0,
-            )
-            if found.best is not None:
-                self.spare, self.spare_cost = found.best, found.cost
-
     def run(self) -> Status:
-        before = time.monotonic()
-        anneal(self.arrays, self.base, self.budget, iterations=1)
-        self.compiling = time.monotonic() - before
-        if self.compiling > 1:
-            logger.info("compiled the local search in %.1f s (once)", self.compiling)
+        self.incumbent.compile()
         if self.options.start is not None:
-            self.offer_start(self.options.start)
+            self.incumbent.offer_schedule(self.options.start)
         if not self.first_bound():
             return "infeasible"
         sequence = self.linear_rounds()
@@ -260,7 +142,7 @@ class _Search:
                 return "infeasible"
             if not self.add_cuts(sequence):
                 return self.exhausted()
-            if self.remaining() <= 0:
+            if self.incumbent.remaining() <= 0:
                 break
             choice = self.solve_round()
             if choice is None:
@@ -268,17 +150,16 @@ class _Search:
                     return "infeasible"
                 return "optimal" if self.closed() else self.out_of_time()
             sequence = decode(self.problem, choice)
-            self.offer(sequence)
+            self.incumbent.offer(sequence)
             if not self.closed():
-                self.improve(sequence, self.effort, hot=1.0)
+                self.incumbent.improve(sequence, self.effort, hot=1.0)
         return self.out_of_time()
 
     def out_of_time(self) -> Status:
-        if self.spare is not None:
-            self.offer(self.spare)
+        self.incumbent.take_spare()
         if self.closed():
             return "optimal"
-        return "feasible" if self.found else "stopped"
+        return "feasible" if self.incumbent.found else "stopped"
 
     def first_bound(self) -> bool:
         """A first schedule by annealing the plain step, and the loss cut meanwhile.
@@ -288,14 +169,11 @@ class _Search:
         run = start_loss_cut(
             self.graph,
             self.budget + self.graph.resident,
-            time_limit=max(0.1, self.remaining() / 4),
+            time_limit=max(0.1, self.incumbent.remaining() / 4),
             gap=self.tolerance / 4,
         )
         try:
-            for iterations in FIRST_TRIES:
-                if self.best is None:
-                    self.improve(self.base, iterations, hot=3.0)
-            self.offer_heuristics()
+            self.incumbent.first_schedules()
             if run is None:
                 return True
             result = run.result()
@@ -319,13 +197,13 @@ class _Search:
             found = cheapest(self.graph, self.budget + self.graph.resident)
             if found is None:
                 return "infeasible"
-            self.exact = found[1]
-            self.best_cost = self.bound = simulate(self.graph, found[1]).overhead
+            self.bound = simulate(self.graph, found[1]).overhead
+            self.incumbent.offer_exact(found[1], self.bound)
             return "optimal"
         k = 0
-        while self.remaining() > 0 and (not self.found or k < LAST_TRIES):
-            warm = k % 2 and self.best is not None
-            self.improve(self.best if warm and self.best else self.base, 100_000, hot=3.0)
+        while self.incumbent.remaining() > 0 and (not self.incumbent.found or k < LAST_TRIES):
+            warm = self.incumbent.best if k % 2 else None
+            self.incumbent.improve(warm or self.incumbent.base, 100_000, hot=3.0)
             k += 1
         return self.out_of_time()
 
@@ -335,19 +213,24 @@ class _Search:
         More cuts raise the linear value up to a point, then lower it a little. Returns the decoded
         solution of the highest value, whose cuts remain.
         """
-        sequence = best = self.base
+        sequence = best = self.incumbent.base
         best_value, best_cuts, stalled = 0.0, set(self.cuts), 0
         while stalled < LINEAR_PATIENCE and not self.closed() and self.add_cuts(sequence):
             relaxation = build(self.problem, self.cuts, self.budget)
-            run = engine.Solve(relaxation.model, time_limit=max(0.1, self.remaining()), relax=True)
+            run = engine.Solve(
+                relaxation.model, time_limit=max(0.1, self.incumbent.remaining()), relax=True
+            )
             try:
-                self.improve(self.best or self.base, LINEAR_EFFORT, hot=1.0)
+                self.incumbent.improve(
+                    self.incumbent.best or self.incumbent.base, LINEAR_EFFORT, hot=1.0
+                )
                 result = run.result()
             finally:
                 run.cancel()
             logger.debug(
                 "%d cuts, linear: %s, bound %.5f, incumbent %.5f, %.1f s",
-                len(self.cuts), result.status, result.bound / STEP, self.best_cost, self.elapsed(),
+                len(self.cuts), result.status, result.bound / STEP, self.incumbent.cost,
+                self.incumbent.elapsed(),
             )  # fmt: skip
             if result.status == "infeasible" or result.values is not None:
                 self.raise_bound(result.bound / STEP)
@@ -361,7 +244,7 @@ class _Search:
                 break
         self.cuts = best_cuts
         self.moments.clear()
-        self.improve(best, self.effort, hot=1.0)
+        self.incumbent.improve(best, self.effort, hot=1.0)
         return best
 
     def solve_round(self) -> Choice | None:
@@ -371,7 +254,7 @@ class _Search:
         or dearer than the incumbent, or the time is over.
         """
         self.rounds += 1
-        cutoff = self.best_cost - self.tolerance / 2
+        cutoff = self.incumbent.cost - self.tolerance / 2
         relaxation = build(
             self.problem, self.cuts, self.budget, moments=self.moments, cutoff=cutoff
         )
@@ -382,21 +265,21 @@ class _Search:
             self.anneal_round()
         run = engine.Solve(
             relaxation.model,
-            time_limit=max(0.1, self.remaining()),
+            time_limit=max(0.1, self.incumbent.remaining()),
             gap=self.tolerance / 4 * STEP,
             seed=self.options.seed,
         )
         try:
             if not alone:
                 self.anneal_round()
-                self.improve_while(run)
+                self.incumbent.improve_while(lambda: not run.ready(), seed=self.rounds)
             result = run.result()
         finally:
             run.cancel()
         logger.debug(
             "round %d: %d cuts, %d columns, %s, bound %.5f, incumbent %.5f, %.1f s",
             self.rounds, len(self.cuts), len(relaxation.model.cost), result.status,
-            result.bound / STEP, self.best_cost, self.elapsed(),
+            result.bound / STEP, self.incumbent.cost, self.incumbent.elapsed(),
         )  # fmt: skip
         if result.status == "infeasible":
             self.raise_bound(cutoff)
@@ -405,9 +288,9 @@ class _Search:
         return None if result.values is None else read_choice(relaxation, result.values)
 
     def anneal_round(self) -> None:
-        self.improve(self.base, self.effort, hot=3.0)
-        if self.best is not None:
-            self.improve(self.best, self.effort, hot=1.0)
+        self.incumbent.improve(self.incumbent.base, self.effort, hot=3.0)
+        if self.incumbent.best is not None:
+            self.incumbent.improve(self.incumbent.best, self.effort, hot=1.0)
 
     def add_cuts(self, sequence: Sequence[int]) -> bool:
         """Cut where `sequence` exceeds the budget most; False if there is nothing to add."""
@@ -420,12 +303,9 @@ class _Search:
         return bool(more.cuts or more.moments)
 
     def solution(self, status: Status) -> Solution:
-        seconds = self.elapsed()
-        if self.exact is not None:
-            schedule = self.exact
-        elif self.best is not None:
-            schedule = Schedule(self.problem.expand(self.best))
-        else:
+        seconds, first = self.incumbent.elapsed(), self.incumbent.seconds_first
+        schedule = self.incumbent.schedule()
+        if schedule is None:
             bound = 0.0 if status == "infeasible" else self.bound
             return Solution(None, Certificate("optimal", status, None, bound, seconds))
         overhead = simulate(self.graph, schedule).overhead
@@ -439,7 +319,7 @@ class _Search:
                 overhead,
                 max(0.0, min(bound, overhead)),
                 seconds,
-                self.seconds_first if self.seconds_first is not None else seconds,
+                seconds if first is None else first,
                 "any order" if proven else "base order",
             ),
         )

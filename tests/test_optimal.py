@@ -155,12 +155,12 @@ def test_interrupt_returns_the_best_so_far() -> None:
 
 
 def test_interrupt_without_a_schedule_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    from optckpt.solvers import optimal
+    from optckpt.solvers import incumbent
 
     def interrupted(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(optimal, "anneal", interrupted)
+    monkeypatch.setattr(incumbent, "anneal", interrupted)
     graph = residual_chain(4)
     with pytest.raises(KeyboardInterrupt):
         solve(graph, budget_between(graph, 0.5))

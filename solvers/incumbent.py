@@ -1,0 +1,211 @@
+"""The best schedule found so far, and where schedules come from: rules, blocks, annealing."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from optckpt.errors import OptckptError
+from optckpt.graph import TrainingGraph
+from optckpt.schedule import Schedule
+from optckpt.simulate import simulate
+from optckpt.solvers import block_dp
+from optckpt.solvers.heuristics import chen_greedy, griewank, speed, sqrt_n
+from optckpt.solvers.local_search import Arrays, anneal, to_arrays
+from optckpt.solvers.preprocess import Problem
+from optckpt.solvers.registry import SolveOptions
+from optckpt.solvers.sequence import cost, profile
+
+logger = logging.getLogger("optckpt.solvers.incumbent")
+
+FIRST_TRIES = (3000, 10_000, 30_000)
+"""Moves of the annealings that look for a first schedule."""
+HEURISTIC_SECONDS = 0.3
+"""Time for each heuristic that is tried for an incumbent."""
+POLISH = 20_000
+"""Moves of the annealings that start from a schedule made by a rule."""
+WORK = 60_000_000
+"""Executions that one annealing goes through at most, moves times length: a second or two."""
+
+
+@dataclass
+class Incumbent:
+    """The best schedule of one search; `found` says whether there is one."""
+
+    graph: TrainingGraph
+    problem: Problem
+    budget: int
+    """Bytes without resident data."""
+    options: SolveOptions
+    started: float
+    """Of the search, on the monotonic clock."""
+    report: Callable[[], None]
+    """Called when there is a better schedule."""
+    cost: float = float("inf")
+    """Extra time as a fraction of the plain step."""
+    best: list[int] | None = None
+    """The cheapest sequence of the problem's operations."""
+    exact: Schedule | None = None
+    """A cheaper schedule of the graph's operations that is no sequence of the problem's."""
+    seconds_first: float | None = None
+    compiling: float = 0.0
+    """Seconds spent on compiling, once after installation; not counted as search."""
+    tries: int = 0
+    spare: list[int] | None = None
+    """A cheaper sequence found in spare time; see `improve_while`."""
+    spare_cost: float = float("inf")
+
+    @cached_property
+    def arrays(self) -> Arrays:
+        return to_arrays(self.problem)
+
+    @cached_property
+    def base(self) -> list[int]:
+        """The plain step."""
+        return list(range(self.problem.n))
+
+    @property
+    def found(self) -> bool:
+        return self.best is not None or self.exact is not None
+
+    def elapsed(self) -> float:
+        return time.monotonic() - self.started
+
+    def remaining(self) -> float:
+        return self.options.time_limit + self.compiling - self.elapsed()
+
+    def schedule(self) -> Schedule | None:
+        if self.exact is not None:
+            return self.exact
+        return None if self.best is None else Schedule(self.problem.expand(self.best))
+
+    def compile(self) -> None:
+        """Have the compiled code ready."""
+        before = time.monotonic()
+        anneal(self.arrays, self.base, self.budget, iterations=1)
+        block_dp.prepare()
+        self.compiling = time.monotonic() - before
+        if self.compiling > 1:
+            logger.info("compiled the local search in %.1f s (once)", self.compiling)
+
+    def offer(self, sequence: Sequence[int]) -> bool:
+        """Take `sequence` if it fits and is cheaper."""
+        price = cost(self.problem, sequence)
+        if price >= self.cost or max(profile(self.problem, sequence)) > self.budget:
+            return False
+        self._take(price)
+        self.best, self.exact = list(sequence), None
+        self.report()
+        return True
+
+    def offer_schedule(self, schedule: Schedule) -> None:
+        """Take a schedule of the graph's operations if it fits and is cheaper."""
+        firsts = {members[0]: unit for unit, members in enumerate(self.problem.members)}
+        sequence = [firsts[o] for o in schedule.executions if o in firsts]
+        self.offer(sequence)
+        if self.problem.expand(sequence) == schedule.executions:
+            return
+        result = simulate(self.graph, schedule)
+        if result.peak <= self.budget + self.graph.resident:
+            self.offer_exact(schedule, result.overhead)
+
+    def offer_exact(self, schedule: Schedule, price: float) -> None:
+        """Take `schedule`, which fits and is none of the problem's sequences, if cheaper."""
+        if price < self.cost:
+            self._take(price)
+            self.exact = schedule
+            self.report()
+
+    def _take(self, price: float) -> None:
+        if not self.found:
+            self.seconds_first = self.elapsed()
+        self.cost = price
+
+    def first_schedules(self) -> None:
+        """A first schedule, from whatever finds one, and the best that fixed rules know."""
+        self.improve(self.base, FIRST_TRIES[0], hot=3.0)
+        self.offer_heuristics()
+        self.offer_blocks()
+        for iterations in FIRST_TRIES[1:]:
+            if not self.found:
+                self.improve(self.base, iterations, hot=3.0)
+
+    def offer_heuristics(self) -> None:
+        """Offer the schedules of the literature's rules.
+
+        They know low peaks on chains that annealing does not find.
+        """
+        limited = replace(self.options, time_limit=HEURISTIC_SECONDS, progress=None)
+        for strategy in (sqrt_n, griewank, chen_greedy, speed):
+            with contextlib.suppress(OptckptError):
+                solution = strategy(self.graph, self.budget + self.graph.resident, limited)
+                if solution.schedule is not None and solution.certificate.status == "feasible":
+                    self.offer_schedule(solution.schedule)
+
+    def offer_blocks(self) -> None:
+        """Offer what the block program finds, if the problem is a chain of blocks."""
+        ops = self.graph.operations
+        forward_end = next(
+            (u for u, members in enumerate(self.problem.members) if not ops[members[0]].forward),
+            None,
+        )
+        if forward_end is None:
+            return
+        program = block_dp.block_program(self.problem, forward_end)
+        if program is None:
+            return
+        sequences = program.sequences(self.budget)
+        for sequence in sequences:
+            self.offer(sequence)
+        for sequence in sequences:
+            self.improve(sequence, POLISH, hot=0.3)
+
+    def improve(self, sequence: Sequence[int], iterations: int, hot: float) -> None:
+        """Anneal from `sequence` and offer what comes out."""
+        self.tries += 1
+        found = anneal(
+            self.arrays,
+            sequence,
+            self.budget,
+            # A small graph is soon searched through.
+            iterations=min(iterations, 300 * self.problem.n, WORK // len(sequence)),
+            hot=hot,
+            seed=self.options.seed * 7919 + self.tries,
+            known=self.cost,
+            stop=lambda: self.remaining() <= 0,
+        )
+        if found.best is not None:
+            self.offer(found.best)
+
+    def improve_while(self, busy: Callable[[], bool], seed: int) -> None:
+        """Anneal as long as `busy` and there is time.
+
+        How far that gets depends on the machine's speed, so what it finds is put aside, to be
+        used only when the time limit ends the search: whatever ends before it is repeatable.
+        """
+        k = 0
+        while busy() and self.remaining() > 0:
+            k += 1
+            known = min(self.cost, self.spare_cost)
+            warm = self.spare or self.best
+            found = anneal(
+                self.arrays,
+                self.base if k % 2 or warm is None else warm,
+                self.budget,
+                iterations=60_000,
+                hot=3.0 if k % 2 or warm is None else 0.5,
+                seed=self.options.seed * 7919 + 1_000_000 + 1000 * seed + k,
+                known=known,
+                stop=lambda: not busy() or self.remaining() <= 0,
+            )
+            if found.best is not None:
+                self.spare, self.spare_cost = found.best, found.cost
+
+    def take_spare(self) -> None:
+        """Offer what was put aside."""
+        if self.spare is not None:
+            self.offer(self.spare)
