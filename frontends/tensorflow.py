@@ -105,7 +105,7 @@ def capture(
     forward = nodes.ancestors([t.op for t in ys])
     ends = [t.op for t in (*gradients, *keep)] + earlier
     needed = nodes.ancestors(ends, forward)
-    sizes = Sizes(needed, chain_from)
+    sizes = Sizes(needed, chain_from, outputs)
     outside = outside_consumers(nodes, needed, forward, sizes, None if live is None else set(live))
     order = execution_order(needed | outside, forward, outside, sizes)
     anchor = gradients[0].op._get_control_flow_context() if gradients else None

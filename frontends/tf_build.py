@@ -12,6 +12,7 @@ import tensorflow as tf
 from optckpt.frontends import tf_onednn, tf_ops
 from optckpt.frontends.tf_capture import Capture, ViewChain
 from optckpt.frontends.tf_devices import Devices
+from optckpt.frontends.tf_inner import Holders, Inside, look_inside
 from optckpt.frontends.tf_nodes import Node
 from optckpt.frontends.tf_resident import Residents
 from optckpt.frontends.tf_shapes import Sizes
@@ -81,6 +82,7 @@ class Build:
         self._residents = Residents(sizes)
         self._small: list[int] = []
         self._views: dict[int, tuple[int, ViewChain]] = {}
+        self._holders = Holders(sizes.bodies, self._views)
         self._ignored: list[tuple[tf.Operation, int]] = []
         self._plain_reads: list[tuple[int, int]] = []
         self._buffers: list[_Buffer] = []
@@ -133,14 +135,18 @@ class Build:
         if not pairs or node.op._get_control_flow_context() is not self._context:
             return False
         for i, o in pairs:
-            source, out = node.inputs[i], node.outputs[o]
-            found = self._views.get(id(source))
-            if found is None:
-                self._residents.add_view(source, out)
-            else:
-                b, chain = found
-                self._views[id(out)] = (b, (*chain, (node.op, i, o)))
+            self._share(node.inputs[i], node.outputs[o], ((node.op, i, o),))
         return True
+
+    def _share(self, source: tf.Tensor, out: tf.Tensor, step: ViewChain) -> None:
+        """Note that `out` is in the memory of `source`, from which `step` leads to it."""
+        self._holders.add_view(source, out)
+        found = self._views.get(id(source))
+        if found is None:
+            self._residents.add_view(source, out)
+        else:
+            b, chain = found
+            self._views[id(out)] = (b, (*chain, *step))
 
     def _reads(self, group: tuple[Node, ...]) -> tuple[int, ...]:
         found: dict[int, None] = {}
@@ -148,6 +154,9 @@ class Build:
             if node.kind in tf_ops.METADATA:
                 continue
             for i, t in enumerate(node.inputs):
+                if not self._holders.is_read(node, i):
+                    continue
+                found.update(dict.fromkeys(self._holders.of(t)))
                 view = self._views.get(id(t))
                 if view is None:
                     continue
@@ -175,7 +184,10 @@ class Build:
         writes = []
         internal = 0
         for node, after in zip(group, (*group[1:], None), strict=True):
+            without = self._holders.without_memory(node)
             for t in node.outputs:
+                if id(t) in without:
+                    continue
                 size = self._sizes.exact(t)
                 if after is not None and any(i is t for i in after.inputs):
                     # BiasAdd and Relu work in place, a convolution does not.
@@ -185,7 +197,8 @@ class Build:
                     writes.append(t)
                 else:
                     self._small.append(size)
-        if len(writes) > 1 and tf_ops.inplace_inputs(group[0].op):
+        first = group[0].op
+        if len(writes) > 1 and (tf_ops.is_call(first) or tf_ops.inplace_inputs(first)):
             # The output that may take over an input's memory comes first.
             writes.sort(key=self._sizes.exact, reverse=True)
         return writes, internal
@@ -213,6 +226,10 @@ class Build:
             # One buffer for both: they are made together, and the gradient reads both.
             size = self._sizes.exact(t) + tf_onednn.hidden_bytes(t.op)
             self._buffers.append(_Buffer(t, size, self._sizes.pieces(t), u))
+        for node in group:
+            for source, t in self._holders.passed(node):
+                self._share(source, t, ())
+            self._pinned.update(self._buffers[b].producer for b in self._holders.add(node))
         forward = not outside and all(node in self._forward for node in group)
         devices = [self._devices.of(node.op) for node in group]
         for node, device in zip(group, devices, strict=True):
@@ -291,7 +308,13 @@ class Build:
         ]
         names = [(b.tensor.name, b.tensor.dtype.name) for b in self._buffers]
 
-        def graph(count_from: int) -> tuple[TrainingGraph, tuple[int, ...]]:
+        firsts = [unit.group[0].op for unit in self._units]
+
+        def buffers_of(tensor: tf.Tensor) -> list[int]:
+            view = self._views.get(id(tensor))
+            return [*([] if view is None else [view[0]]), *self._holders.of(tensor)]
+
+        def graph(count_from: int) -> tuple[TrainingGraph, tuple[int, ...], dict[int, Inside]]:
             def counted(size: int, pieces: int = 1) -> int:
                 block = size // max(1, pieces)
                 if block < count_from:
@@ -301,30 +324,43 @@ class Build:
                 return block * pieces
 
             spaces = tuple(counted(unit.internal) for unit in self._units)
-            return TrainingGraph(
-                operations=tuple(
-                    replace(op, workspace=space) if space else op
-                    for op, space in zip(operations, spaces, strict=True)
+            buffers = tuple(
+                Buffer(label, 0 if elsewhere[b.producer] else counted(b.size, b.pieces), dtype)
+                for b, (label, dtype) in zip(self._buffers, names, strict=True)
+            )
+            filled, inside = look_inside(
+                [
+                    (first, replace(op, workspace=space) if space else op)
+                    for first, op, space in zip(firsts, operations, spaces, strict=True)
+                ],
+                self._sizes.bodies,
+                buffers_of,
+                [b.size for b in buffers],
+                held,
+                counted,
+            )
+            return (
+                TrainingGraph(
+                    operations=tuple(filled),
+                    buffers=buffers,
+                    outputs=held,
+                    resident=sum(map(counted, resident)) + sum(map(counted, self._small)),
+                    name=name,
                 ),
-                buffers=tuple(
-                    Buffer(label, 0 if elsewhere[b.producer] else counted(b.size, b.pieces), dtype)
-                    for b, (label, dtype) in zip(self._buffers, names, strict=True)
-                ),
-                outputs=held,
-                resident=sum(map(counted, resident)) + sum(map(counted, self._small)),
-                name=name,
-            ), spaces
+                spaces,
+                inside,
+            )
 
         if count_from is None:
             count_from = 0 if on_gpu else CPU_COUNT_FROM
-            built, internal = graph(count_from)
+            built, internal, inside = graph(count_from)
             if count_from:
-                full, all_internal = graph(0)
+                full, all_internal, all_inside = graph(0)
                 base = Schedule.base(full)
                 if 2 * simulate(built, base).peak < simulate(full, base).peak:
-                    count_from, built, internal = 0, full, all_internal
+                    count_from, built, internal, inside = 0, full, all_internal, all_inside
         else:
-            built, internal = graph(count_from)
+            built, internal, inside = graph(count_from)
         log.debug(
             "captured %d operations, %d buffers on %s",
             len(built.operations),
@@ -343,6 +379,7 @@ class Build:
             ),
             movable=tuple(unit.movable for unit in self._units),
             internal=internal,
+            inside=inside,
             views=self._views,
             outputs=outputs,
             ignored=tuple(self._ignored),

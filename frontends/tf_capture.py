@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import tensorflow as tf
 
+from optckpt.frontends.tf_inner import Inside
 from optckpt.graph import TrainingGraph
 
 Orders = dict[tf.Operation, tuple[int, ...]]
@@ -38,6 +39,8 @@ class Capture:
     internal: tuple[int, ...]
     """Bytes of the tensors that are made and used up inside each unit and need memory of their
     own; already part of `graph.operations[i].workspace`."""
+    inside: dict[int, Inside]
+    """For each unit that calls functions, what it needs inside."""
     views: dict[int, tuple[int, ViewChain]]
     """id(tensor) -> (buffer, chain of (view operation, input index, output index) that leads
     from the buffer's own tensor to this one), for every tensor in a buffer's memory."""

@@ -416,10 +416,6 @@ def _unpack_views(op: tf.Operation) -> list[tuple[int, int]]:
     return [(0, i) for i in range(len(op.outputs))]
 
 
-def _list_views(op: tf.Operation) -> list[tuple[int, int]]:
-    return [(0, 0)] if _rows_aligned(op.inputs[0]) else []
-
-
 def _transpose_views(op: tf.Operation) -> list[tuple[int, int]]:
     shape = op.inputs[0].shape
     perm = constant(op.inputs[1])
@@ -436,7 +432,6 @@ _SPECIAL_VIEWS: dict[str, Callable[[tf.Operation], list[tuple[int, int]]]] = {
     "SplitV": _split_views(2, 0),
     "Unpack": _unpack_views,
     "Transpose": _transpose_views,
-    "TensorListFromTensor": _list_views,
 }
 
 _MAY_VIEW = (

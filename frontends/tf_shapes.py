@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import tensorflow as tf
 
 from optckpt.errors import CaptureError
-from optckpt.frontends.tf_loops import LOOPS, collected
+from optckpt.frontends.tf_bodies import Bodies
 from optckpt.frontends.tf_nodes import Node
 from optckpt.frontends.tf_ops import (
     METADATA,
@@ -65,9 +65,11 @@ def tensor_bytes(tensor: tf.Tensor) -> int | None:
 class Sizes:
     """Bytes of tensors, and which of them are large (at least `chain_from` bytes)."""
 
-    def __init__(self, nodes: Iterable[Node], chain_from: int | None) -> None:
+    def __init__(
+        self, nodes: Collection[Node], chain_from: int | None, kept: Iterable[tf.Tensor] = ()
+    ) -> None:
         self._bytes: dict[int, int | None] = {}
-        self._lists: dict[tf.Operation, tuple[tuple[int, int], ...]] = {}
+        self.bodies = Bodies([node.op for node in nodes], kept)
         if chain_from is None:
             largest = 0
             for node in nodes:
@@ -86,7 +88,7 @@ class Sizes:
     def _find(self, tensor: tf.Tensor) -> int | None:
         size = tensor_bytes(tensor)
         if size == 0 and tensor.dtype == tf.variant:
-            return self._list_bytes(tensor)
+            return self.bodies.own(tensor)[1]
         source = tensor
         while size is None and source.op.type in SAME_SIZE:
             source = source.op.inputs[0]
@@ -95,24 +97,7 @@ class Sizes:
 
     def pieces(self, tensor: tf.Tensor) -> int:
         """In how many blocks of memory of equal size the tensor is: the length of a list."""
-        if tensor.dtype != tf.variant or tensor.op.type not in LOOPS:
-            return 1
-        return self._collected(tensor)[0]
-
-    def _list_bytes(self, tensor: tf.Tensor) -> int:
-        op = tensor.op
-        if op.type in LOOPS:
-            count, size = self._collected(tensor)
-            return count * size
-        if op.type == "TensorListFromTensor":
-            return self.of(op.inputs[0]) or 0
-        return 0
-
-    def _collected(self, tensor: tf.Tensor) -> tuple[int, int]:
-        op = tensor.op
-        if op not in self._lists:
-            self._lists[op] = collected(op)
-        return self._lists[op][int(tensor.value_index)]
+        return self.bodies.own(tensor)[0] if tensor.dtype == tf.variant else 1
 
     def exact(self, tensor: tf.Tensor) -> int:
         """Bytes; 0 for a tensor of unknown size that is surely small. Raises CaptureError."""
@@ -127,7 +112,10 @@ class Sizes:
         return size
 
     def large(self, tensor: tf.Tensor) -> bool:
-        return (self.of(tensor) or 0) >= self.chain_from
+        size = self.of(tensor) or 0
+        if size < self.chain_from and tensor.dtype == tf.variant:
+            size = self.bodies.held(tensor)[1]
+        return size >= self.chain_from
 
 
 def _known_to_reader(tensor: tf.Tensor) -> int | None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import tensorflow as tf
 
 from optckpt.costs import cost
+from optckpt.frontends.tf_bodies import Bodies
+from optckpt.frontends.tf_inner import Inside
 from optckpt.graph import Buffer, Operation, TrainingGraph
 
 
@@ -17,6 +19,7 @@ class PlainCapture:
     graph: TrainingGraph
     units: tuple[tuple[tf.Operation, ...], ...]
     device: str = "/device:CPU:0"
+    inside: Mapping[int, Any] = field(default_factory=dict)
 
     def index(self, kind: str) -> int:
         """Position of the first operation of this kind."""
@@ -54,7 +57,13 @@ def capture_units(
     graph = TrainingGraph(
         tuple(operations), tuple(buffers), tuple(number[t.ref()] for t in outputs)
     )
-    return PlainCapture(graph, tuple(tuple(u) for u in units), device)
+    bodies = Bodies()
+    inside = {
+        i: Inside(unit[0], bodies, frozenset(), lambda size: size)
+        for i, unit in enumerate(units)
+        if bodies.outputs(unit[0]) is not None
+    }
+    return PlainCapture(graph, tuple(tuple(u) for u in units), device, inside)
 
 
 def capture_ops(ops: Sequence[tf.Operation], **options: Any) -> PlainCapture:

@@ -74,6 +74,9 @@ def _measured(capture: Captured, options: CostOptions) -> list[Cost]:
         for i, unit in enumerate(units):
             display.update(i, operations[i].name)
             cost = meter.unit(unit, in_place[i])
+            inner = capture.inside.get(i)
+            if inner is not None:
+                cost = Cost(cost.seconds, inner.workspace(meter.workspace))
             # A device without statistics measures nothing of what a unit holds inside.
             costs.append(Cost(cost.seconds, max(cost.workspace, operations[i].workspace)))
         display.update(len(units), "")
@@ -137,17 +140,20 @@ class _Meter:
             cost = self._program(members, "+".join(op.type for op in working))
             if cost is not None:
                 return cost
-        return self._sequence(ops)
+        costs = [self._operation(op) for op in working]
+        outside = {t.ref() for t in leaving(ops)}
+        inner = sum(_bytes(t) for op in working for t in op.outputs if t.ref() not in outside)
+        return Cost(sum(c.seconds for c in costs), inner + max(c.workspace for c in costs))
 
     def _operation(self, op: Any, in_place: bool = False, nesting: int = _NESTING) -> Cost:
         if op.type in FREE:
             return _FREE
         calls = called(op, self._folder) if nesting else None
         if calls is not None and calls.bodies:
-            bodies = [self._sequence(body, nesting - 1) for body in calls.bodies]
-            seconds = [b.seconds for b in bodies]
+            seconds = [self._sequence(body, nesting - 1) for body in calls.bodies]
             total = max(seconds) if calls.exclusive else sum(seconds)
-            return Cost(calls.times * total, max(b.workspace for b in bodies))
+            # Memory is not the sum of what is inside: the capture knows.
+            return Cost(calls.times * total, 0)
         cost = self._program([op], op.type)
         if cost is None:
             return self._estimate(op)
@@ -157,34 +163,13 @@ class _Meter:
             return self._in_place(op, cost)
         return cost
 
-    def _sequence(self, ops: Sequence[Any], nesting: int = _NESTING) -> Cost:
-        """Operations one after the other; tensors that do not leave them are workspace."""
-        # Views share memory with the tensor they are taken of.
-        owner: dict[Any, Any] = {}
-        for op in ops:
-            if op.type in FREE and op.inputs:
-                source = op.inputs[0].ref()
-                owner.update((t.ref(), owner.get(source, source)) for t in op.outputs)
+    def _sequence(self, ops: Sequence[Any], nesting: int = _NESTING) -> float:
+        """Seconds of operations one after the other."""
+        return sum(self._operation(op, nesting=nesting).seconds for op in ops)
 
-        def root(t: Any) -> Any:
-            return owner.get(t.ref(), t.ref())
-
-        outside = {root(t) for t in leaving(ops)}
-        last = {root(t): i for i, op in enumerate(ops) for t in op.inputs}
-        held: dict[Any, int] = {}
-        live, peak, seconds = 0, 0, 0.0
-        for i, op in enumerate(ops):
-            cost = self._operation(op, nesting=nesting)
-            seconds += cost.seconds
-            if op.type not in FREE:
-                made = {t.ref(): _bytes(t) for t in op.outputs if t.ref() not in outside}
-                held.update(made)
-                live += sum(made.values())
-            peak = max(peak, live + cost.workspace)
-            for t in (*op.inputs, *op.outputs):
-                if last.get(root(t), -1) <= i:
-                    live -= held.pop(root(t), 0)
-        return Cost(seconds, peak)
+    def workspace(self, op: Any) -> int:
+        """Workspace of one operation inside a function, in bytes."""
+        return 0 if op.type in FREE else self._operation(op, nesting=0).workspace
 
     def _program(self, ops: Sequence[Any], name: str) -> Cost | None:
         """Measured or cached cost; None if it cannot be measured."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +16,13 @@ ProgressCallback = Callable[[int, int, str], None]
 """Called with operations done, operations in all, and the name of the operation at hand."""
 
 
+class Inner(Protocol):
+    """What an operation that calls functions needs in memory beside its inputs and outputs."""
+
+    def workspace(self, of: Callable[[Any], int] | None = None, /) -> int:
+        """Bytes; `of`: the workspace of each `tf.Operation` inside."""
+
+
 class Captured(Protocol):
     """What a cost model needs of a capture."""
 
@@ -25,6 +32,10 @@ class Captured(Protocol):
     @property
     def units(self) -> Sequence[Sequence[Any]]:
         """The `tf.Operation`s of each operation of the graph, in execution order."""
+
+    @property
+    def inside(self) -> Mapping[int, Inner]:
+        """For each operation of the graph that calls functions, what it needs inside."""
 
     @property
     def device(self) -> str:
