@@ -29,7 +29,7 @@ from optckpt.errors import CaptureError, OptckptError, PlanError
 from optckpt.frontends.tensorflow import Capture, capture
 from optckpt.frontends.tf_traced import as_traced
 from optckpt.graph import TrainingGraph
-from optckpt.planner import check_fits, make_plan
+from optckpt.planner import check_fits, check_price, make_plan
 from optckpt.schedule import Plan
 from optckpt.solvers import registry
 from optckpt.solvers.registry import SolveOptions, Strategy
@@ -51,6 +51,7 @@ def gradients(
     grad_ys: Any = None,
     budget: Budget | int | float | str | None = None,
     *,
+    max_overhead: float | None = None,
     strategy: str | Strategy | None = None,
     checkpoints: Checkpoints | None = None,
     stop_gradients: Any = None,
@@ -75,6 +76,8 @@ def gradients(
         budget: peak bytes on the device during the step, resident bytes (variables, inputs)
             included: an int, "6GiB", or a share of the plain step's peak ("60%", 0.6). None:
             the configuration's budget, else, for strategy "optimal", the device's limit.
+        max_overhead: instead of a budget: the fewest bytes for at most this share of extra time
+            (0.1: a step that is predicted to take at most 10 % longer).
         strategy: a name from `optckpt.solvers.registry.names()` or a strategy itself. None: the
             configuration's, "optimal" by default.
         checkpoints: what to keep, as OpenAI's gradient-checkpointing has it: "memory" (sqrt(n)
@@ -94,6 +97,7 @@ def gradients(
         InfeasibleBudgetError: if it is proven that no schedule fits; names the floor.
         OverBudgetError: if a heuristic's best schedule does not fit; names its peak.
         PlanError: if `plan` was made for another graph.
+        BudgetError: if both `budget` and `max_overhead` are given, or one is no such amount.
     """
     settings = find_config(config)
     if tf.executing_eagerly():
@@ -106,7 +110,8 @@ def gradients(
         checkpoints = settings.checkpoints
     # What is wrong with the arguments is said before the graph grows and costs are measured.
     chosen = _checkpoint_strategy(checkpoints) or _known(strategy or settings.strategy)
-    if budget is None:
+    check_price(budget, max_overhead)
+    if budget is None and max_overhead is None:
         budget = settings.budget
     if budget is not None:
         budget = Budget.parse(budget)
@@ -129,9 +134,9 @@ def gradients(
         )
     if _tensors(result):
         found = capture_gradients(ys, result, settings)
-        if budget is None and chosen == "optimal":
+        if budget is None and max_overhead is None and chosen == "optimal":
             budget = Budget(bytes=device.memory_limit(found.device))
-        made = _plan_and_rewrite(found, budget, chosen, checkpoints, settings, plan)
+        made = _plan_and_rewrite(found, budget, max_overhead, chosen, checkpoints, settings, plan)
         _remember(made)
         if on_plan is not None:
             on_plan(made)
@@ -233,6 +238,7 @@ def allocator_of(found: Capture) -> Allocator | None:
 def _plan_and_rewrite(
     found: Capture,
     budget: Budget | None,
+    max_overhead: float | None,
     strategy: str | Strategy,
     checkpoints: Checkpoints | None,
     settings: Config,
@@ -251,6 +257,7 @@ def _plan_and_rewrite(
                 margin=settings.memory.margin,
                 allocator=allocator_of(found),
                 plain_graph=found.plain(graph),
+                max_overhead=max_overhead,
             )
         )
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, replace
+from numbers import Real
 
 from optckpt.allocator import Allocator
 from optckpt.budget import Budget, format_bytes
@@ -52,8 +53,7 @@ def make_plan(
         BudgetError: if the solver stopped before it found a schedule; if both a budget and
             `max_overhead` are given, or the latter is negative.
     """
-    if max_overhead is not None and budget is not None:
-        raise BudgetError("give either a budget or max_overhead, not both")
+    check_price(budget, max_overhead)
     plain = _judge(graph, Schedule.base(graph), allocator)
     peak = plain.reported if plain_graph is None else plain_peak(plain_graph, allocator)
     limit = None if budget is None else Budget.parse(budget).resolve(peak)
@@ -105,6 +105,20 @@ def make_plan(
         schedule=solution.schedule,
         certificate=cert,
     )
+
+
+def check_price(budget: Budget | int | float | str | None, max_overhead: float | None) -> None:
+    """Raise BudgetError if `max_overhead` is no share of time, or there is a budget as well."""
+    if max_overhead is None:
+        return
+    if budget is not None:
+        raise BudgetError("give either a budget or max_overhead, not both")
+    if isinstance(max_overhead, bool) or not isinstance(max_overhead, Real):
+        raise BudgetError(
+            f"max_overhead is a share of the plain step's time, such as 0.1, not {max_overhead!r}"
+        )
+    if not max_overhead >= 0:
+        raise BudgetError(f"max_overhead must be a number of at least 0, not {max_overhead!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,14 +205,14 @@ def _adjusted(
     How much is lost to chunks is a matter of the schedule: one more round at a slightly other
     target may lose less. None if the first round found nothing.
     """
-    started = time.perf_counter()
+    spent = 0.0
     allowed = limit - int(margin * limit)
     best: _Round | None = None
     target, tried = allowed, set[int]()
     # No schedule is known at `low`; there is one at `high`, if any round has found one.
     low, high = floor.bytes - 1, allowed + 1
     for k in range(_ROUNDS):
-        left = options.time_limit - (time.perf_counter() - started)
+        left = options.time_limit - spent
         if target <= low or target in tried or (k and left < _LEAST * options.time_limit):
             break
         tried.add(target)
@@ -209,6 +223,8 @@ def _adjusted(
         )
         solution = solve(graph, target, strategy, limited)
         cert = solution.certificate
+        # Not by the clock: a strategy may have to be compiled first, once after installation.
+        spent += cert.seconds
         if solution.schedule is None or cert.status == "over-budget":
             if best is None:
                 break

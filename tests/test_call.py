@@ -87,6 +87,36 @@ def test_plain_peak_as_budget_recomputes_nothing():
     assert plan.certificate.status == "optimal"
 
 
+def test_least_memory_for_at_most_so_much_more_time():
+    ws = weights()
+    plain = run(tf.gradients, ws)
+    peaks = []
+    for share in (0.0, 0.1, 0.3):
+        got = run(
+            lambda ys, xs, share=share: optckpt.gradients(ys, xs, max_overhead=share, config=FLOPS),
+            ws,
+        )
+        assert_identical(got, plain)
+        plan = optckpt.last_plan()
+        assert plan.overhead <= share
+        assert plan.budget is None
+        peaks.append(plan.live_peak)
+    assert peaks[0] >= peaks[1] > peaks[2]
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"budget": "60%", "max_overhead": 0.1}, "either a budget or max_overhead"),
+        ({"max_overhead": -0.1}, "at least 0"),
+        ({"max_overhead": "10%"}, "share of the plain step's time"),
+    ],
+)
+def test_max_overhead_that_cannot_be(given, text):
+    with pytest.raises(BudgetError, match=text):
+        run(lambda ys, xs: optckpt.gradients(ys, xs, config=FLOPS, **given), weights(2))
+
+
 def test_budget_below_the_floor_names_floor_and_operation():
     ws = weights()
     run(budgeted("80%"), ws)
