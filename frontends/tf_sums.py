@@ -65,9 +65,10 @@ def orders(
     known = changes(tf_graph)
     traced = {op: known.added.get(op) or op for op in found}
     reading = Reading(tf_graph, traced=True)
+    rewritten = bool(known.added or known.inputs or known.controls)
     sums = Sums(
         dict.fromkeys(traced.values()),
-        reading.closure((*traced.values(), *members)),
+        reading.closure((*traced.values(), *members)) if rewritten else members,
         reading,
         outputs,
         unused_from=_first_backward(reading, ys, gradients),

@@ -104,8 +104,10 @@ class Reading:
         """The operations that `op` waits for; the back edges of TensorFlow 1 loops left out."""
         found = self._before.get(op)
         if found is None:
-            makers = [t.op for t in self.inputs(op)]
-            found = [p for p in makers if p.type not in _BACK] + self.controls(op)
+            found = [t.op for t in self.inputs(op)]
+            if op.type in _LOOP_HEADS:
+                found = [p for p in found if p.type not in _BACK]
+            found += self.controls(op)
             self._before[op] = found
         return found
 
@@ -127,3 +129,4 @@ class Reading:
 
 
 _BACK = ("NextIteration", "RefNextIteration")
+_LOOP_HEADS = ("Merge", "RefMerge")
