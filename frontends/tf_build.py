@@ -16,6 +16,7 @@ from optckpt.frontends.tf_inner import Holders, Inside, look_inside
 from optckpt.frontends.tf_nodes import Node
 from optckpt.frontends.tf_resident import Residents
 from optckpt.frontends.tf_shapes import Sizes
+from optckpt.frontends.tf_versions import Versions
 from optckpt.graph import Buffer, Operation, TrainingGraph
 from optckpt.schedule import Schedule
 from optckpt.simulate import simulate
@@ -80,6 +81,7 @@ class Build:
         self._context = context
         self._devices = Devices()
         self._residents = Residents(sizes)
+        self._versions = Versions(order)
         self._small: list[int] = []
         self._views: dict[int, tuple[int, ViewChain]] = {}
         self._holders = Holders(sizes.bodies, self._views)
@@ -99,6 +101,7 @@ class Build:
         if len(group) == 1:
             if node.kind in tf_ops.RESIDENT:
                 self._residents.add(node)
+                self._versions.add_read(node)
                 self._pass_on(node, before)
                 return
             if self._add_view(node) or self._residents.add_folded(node):
@@ -106,10 +109,28 @@ class Build:
                 return
         reads = self._reads(group)
         writes, internal = self._writes(group)
+        old = self._old_versions(group)
+        writes += [family[0] for family in old]
         if reads or writes or self._touches_large(group):
             self._add_unit(group, reads, writes, internal, before)
+            for family in old:
+                self._views.update((id(t), self._views[id(family[0])]) for t in family)
         else:
             self._pass_on(node, before)
+
+    def _old_versions(self, group: tuple[Node, ...]) -> list[list[tf.Tensor]]:
+        """For each variable that `group` assigns, the tensors that hold on to its old value."""
+        found = []
+        for family in self._versions.overwritten(group, self._sizes.large):
+            if any(self._versions.is_read_after(t, group) for t in family):
+                found.append(family)
+            else:
+                # Executed again they would hold it, too, beyond what is counted.
+                readers = {c for t in family for c in t.consumers()}
+                self._pinned.update(
+                    u for node, us in self._waits.items() if node.op in readers for u in us
+                )
+        return found
 
     def _before(self, group: tuple[Node, ...]) -> frozenset[int]:
         """The units that `group` has to wait for."""
@@ -144,6 +165,7 @@ class Build:
         found = self._views.get(id(source))
         if found is None:
             self._residents.add_view(source, out)
+            self._versions.add_view(source, out)
         else:
             b, chain = found
             self._views[id(out)] = (b, (*chain, *step))
