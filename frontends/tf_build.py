@@ -312,7 +312,9 @@ class Build:
         # Whoever holds an output holds the tensor of the original execution.
         self._pinned.update(self._buffers[b].producer for b in held)
         members = tuple(node.op for group in self._order for node in group)
-        resident = self._residents.blocks(set(members))
+        running = set(members)
+        resident = self._residents.blocks(running)
+        folded = self._residents.folded(running)
         elsewhere = [unit.device != device for unit in self._units]
         operations = [
             Operation(
@@ -407,6 +409,7 @@ class Build:
             ignored=tuple(self._ignored),
             plain_reads=tuple(self._plain_reads),
             resident_blocks=resident,
+            folded=sum(n for n in folded if n >= count_from),
             count_from=count_from,
             chain_from=self._sizes.chain_from,
         )

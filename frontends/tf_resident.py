@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Collection
 
@@ -23,6 +24,7 @@ class Residents:
         """id(what holds the memory) -> bytes."""
         self._folds: set[tf.Operation] = set()
         self._folded: list[tf.Tensor] = []
+        self._keys: dict[tf.Operation, bytes] = {}
 
     def add(self, node: Node) -> None:
         """Count a variable, an argument or a constant."""
@@ -72,12 +74,29 @@ class Residents:
 
     def blocks(self, members: Collection[tf.Operation]) -> tuple[int, ...]:
         """Bytes of each block, in a step of the operations `members`."""
-        blocks = dict(self._blocks)
+        return (*self._blocks.values(), *self.folded(members))
+
+    def folded(self, members: Collection[tf.Operation]) -> tuple[int, ...]:
+        """Bytes of each constant that is not there before the first step."""
+        blocks: dict[object, int] = {}
         for t in self._folded:
-            # Of a chain of constants only the last is kept.
+            # Of a chain of constants only the last is kept; equal ones are one.
             if any(c in members and c not in self._folds for c in t.consumers()):
-                blocks[id(t)] = self._sizes.exact(t)
+                blocks[self._key(t)] = self._sizes.exact(t)
         return tuple(blocks.values())
+
+    def _key(self, tensor: tf.Tensor) -> bytes:
+        """Equal for tensors that are computed alike from equal constants."""
+        op = tensor.op
+        if op not in self._keys:
+            digest = hashlib.sha256(op.type.encode())
+            for name, value in sorted(op.node_def.attr.items()):
+                if not name.startswith("_"):
+                    digest.update(name.encode() + value.SerializeToString(deterministic=True))
+            for t in op.inputs:
+                digest.update(self._key(t))
+            self._keys[op] = digest.digest()
+        return self._keys[op] + bytes((int(tensor.value_index),))
 
 
 def _handle_bytes(handle: tf.Tensor) -> int:

@@ -227,7 +227,8 @@ def measure(
     if settings.costs.cache is not True:
         options["cache"] = settings.costs.cache or None
     graph = costs.cost(found, settings.costs.model, **options)
-    return replace(graph, resident=max(graph.resident, device.bytes_in_use(found.device)))
+    in_use = device.bytes_in_use(found.device) + found.folded
+    return replace(graph, resident=max(graph.resident, in_use))
 
 
 def allocator_of(found: Capture) -> Allocator | None:
