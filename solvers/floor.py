@@ -1,10 +1,13 @@
-"""A proven lower bound on the peak of every schedule that keeps the base order."""
+"""Proven lower bounds on the peak of every schedule, in base order or in any order."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from optckpt.graph import TrainingGraph
+from optckpt.solvers.ancestry import Ancestry
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,4 +55,35 @@ def static_floor(graph: TrainingGraph) -> Floor:
             best = Floor(need, i)
         live += sum(sizes[b] for b in op.writes if fixed(b))
         live -= sum(sizes[b] for b in dying[i])
+    return best
+
+
+def any_order_floor(graph: TrainingGraph) -> Floor:
+    """The static floor of the most favourable order: a bound on the peak in any order.
+
+    As operation i first runs, its inputs, outputs and workspace are in memory, and so is every
+    buffer that an ancestor of i wrote, that cannot be computed again, and that is a graph output
+    or read by a descendant of i. O(buffers * operations / 8 + edges).
+    """
+    ops = graph.operations
+    sizes = [b.size for b in graph.buffers]
+    ancestry = Ancestry.of(graph)
+    need = np.full(len(ops), graph.resident, np.int64)
+    bypassed = [0] * len(sizes)
+    for b, size in enumerate(sizes):
+        if size and not ops[graph.producer[b]].repeatable:
+            bypassed[b] = ancestry.bypassed(graph, b)
+            if bypassed[b]:
+                need += size * ancestry.spread(bypassed[b]).astype(np.int64)
+    best = Floor(graph.resident, -1)
+    for i, op in enumerate(ops):
+        # Outputs that i reads are bypassing it as well: the step ends after i.
+        own = [b for b in set(op.reads) if not bypassed[b] >> i & 1]
+        bytes_ = int(need[i]) + op.workspace + sum(sizes[b] for b in (*op.writes, *own))
+        if op.writes:
+            out = sizes[op.writes[0]]
+            if any(b in op.inplace and sizes[b] == out for b in own):
+                bytes_ -= out
+        if bytes_ > best.bytes or best.operation < 0:
+            best = Floor(bytes_, i)
     return best

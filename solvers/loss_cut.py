@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from optckpt.graph import TrainingGraph
+from optckpt.solvers.ancestry import Ancestry, members
 from optckpt.solvers.engine import MipModel, Solve
 from optckpt.solvers.preprocess import Problem, memory_unit, preprocess
 
@@ -34,38 +35,19 @@ class LossCut:
 
 def find_loss(graph: TrainingGraph) -> LossCut | None:
     """The operation that the most bytes have to bypass; None if no buffer bypasses any."""
-    n = len(graph.operations)
-    parents = [
-        sorted({graph.producer[b] for b in op.reads} | set(op.after)) for op in graph.operations
-    ]
-    ancestors = [0] * (n + 1)
-    for i in range(n):
-        for j in parents[i]:
-            ancestors[i] |= ancestors[j] | 1 << j
-    ancestors[n] = (1 << n) - 1
-    descendants = [0] * n
-    for i in range(n - 1, -1, -1):
-        for j in parents[i]:
-            descendants[j] |= descendants[i] | 1 << i
-    width = (n + 7) // 8
-    bypassing = np.zeros(8 * width)
+    ancestry = Ancestry.of(graph)
+    bypassing = np.zeros(len(graph.operations))
     for b, buffer in enumerate(graph.buffers):
-        below = 0
-        for r in graph.readers[b]:
-            below |= ancestors[r]
-        if b in graph.outputs:
-            below |= ancestors[n]
-        mask = descendants[graph.producer[b]] & below
+        mask = ancestry.bypassed(graph, b)
         if mask and buffer.size:
-            bits = np.frombuffer(mask.to_bytes(width, "little"), np.uint8)
-            bypassing += float(buffer.size) * np.unpackbits(bits, bitorder="little")
+            bypassing += float(buffer.size) * ancestry.spread(mask)
     if not bypassing.any():
         return None
     loss = int(np.argmax(bypassing))
     return LossCut(
         loss,
-        frozenset(i for i in range(n) if ancestors[loss] >> i & 1),
-        frozenset([n, *(i for i in range(n) if descendants[loss] >> i & 1)]),
+        frozenset(members(ancestry.before[loss])),
+        frozenset([len(graph.operations), *members(ancestry.after[loss])]),
     )
 
 

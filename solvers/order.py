@@ -1,0 +1,346 @@
+"""The order of operations as a decision: reordered graphs, and the search over orders.
+
+The base order of a graph is one of many that its dependencies allow, and what must be in memory
+at once depends on it: weight gradients computed early let activations go, gradients that stay
+to the end had better come late. `free_order` tries a few annealed orders and the given one,
+shortens each by annealing orders and re-executions together, has the most promising solved as if
+its order were given, and goes on annealing from the best. Bounds and proofs are those that hold
+in any order.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from optckpt.errors import GraphError
+from optckpt.graph import TrainingGraph
+from optckpt.schedule import Certificate, Schedule, Solution, Status
+from optckpt.simulate import simulate
+from optckpt.solvers import engine
+from optckpt.solvers.decode import drop_dead
+from optckpt.solvers.floor import any_order_floor, static_floor
+from optckpt.solvers.loss_cut import STEP, start_loss_cut
+from optckpt.solvers.order_search import MIX, PEAK, OrderArrays, anneal_order, to_order_arrays
+from optckpt.solvers.order_sequence import Annealed, anneal_sequence
+from optckpt.solvers.preprocess import Problem, preprocess
+from optckpt.solvers.registry import Progress, SolveOptions
+from optckpt.solvers.sequence import cost, profile
+
+logger = logging.getLogger("optckpt.solvers.order")
+
+ORDER_MOVES = 600
+"""Shifts per operation in the annealing of an order."""
+MOST_ORDER_MOVES = 2_000_000
+HEATS = ((PEAK, 0.1), (PEAK, 0.003), (MIX, 0.003))
+"""What orders are annealed for, and from which temperature."""
+FIRST_MOVES = 20_000
+"""Moves per candidate of the annealing that ranks it."""
+POLISH_MOVES = 100_000
+"""Moves per annealing of the final search."""
+PATIENCE = 8
+"""Annealings of the final search without improvement after which it ends."""
+SHARE = 0.6
+"""Share of the time left for solving one order as if it were given."""
+HOT, COLD = 2e-3, 1e-5
+"""First and last temperature of a search from scratch, fractions of the step."""
+WARM = 1e-4
+"""First temperature of a search from a good sequence."""
+SHIFTS = 0.8
+"""Share of moves that shift executions."""
+HOPE = 0.75
+"""What solving may make of the cost of a first rough schedule in the same order."""
+TOLERANCE = 1e-6
+"""A gap this small (fraction of the step) is the solvers' own tolerance, not a gap."""
+ANY_ORDER = "any order"
+
+InOrder = Callable[[TrainingGraph, int, SolveOptions], tuple[Solution, bool]]
+"""Solves a graph in its base order; also says whether the user interrupted it."""
+
+
+def reorder(graph: TrainingGraph, order: Sequence[int]) -> TrainingGraph:
+    """`graph` with its operations in another base order; `order[k]` is the one at place k.
+
+    Buffers keep their numbers. O(operations + edges).
+
+    Raises:
+        GraphError: if `order` is no permutation, or an operation comes before one that it needs.
+    """
+    n = len(graph.operations)
+    if sorted(order) != list(range(n)):
+        raise GraphError(f"the order is no permutation of the graph's {n} operations")
+    place = [0] * n
+    for k, o in enumerate(order):
+        place[o] = k
+    operations = []
+    for o in order:
+        op = graph.operations[o]
+        operations.append(replace(op, after=tuple(sorted(place[a] for a in op.after))))
+    return replace(graph, operations=tuple(operations))
+
+
+def restore(schedule: Schedule, order: Sequence[int]) -> Schedule:
+    """The schedule of the original graph that `schedule`, of the reordered one, stands for."""
+    return Schedule(tuple(order[o] for o in schedule.executions))
+
+
+def free_order(
+    graph: TrainingGraph, budget: int, options: SolveOptions, in_order: InOrder
+) -> Solution:
+    """The cheapest schedule found, in any order, within `budget` bytes (resident included).
+
+    The certificate's bound holds for any order; "optimal" means that it is met within
+    `options.gap`, "infeasible" that it is proven that no order helps. Never dearer than what
+    `in_order` finds for the base order in its share of the time.
+
+    Raises:
+        KeyboardInterrupt: if interrupted before a fitting schedule was found.
+        OptckptError: if OR-Tools cannot be run.
+    """
+    search = _FreeOrder(graph, budget, options, in_order)
+    if any_order_floor(graph).bytes > budget:
+        return search.solution("infeasible")
+    engine.warm_up()
+    bounding = start_loss_cut(
+        graph, budget, time_limit=max(0.1, options.time_limit / 4), gap=options.gap / 4
+    )
+    try:
+        status = search.run(bounding)
+    except KeyboardInterrupt:
+        if search.best is None:
+            raise
+        status = "feasible"
+    finally:
+        if bounding is not None:
+            bounding.cancel()
+    return search.solution(status)
+
+
+@dataclass
+class _FreeOrder:
+    """The state of one call."""
+
+    graph: TrainingGraph
+    budget: int
+    options: SolveOptions
+    in_order: InOrder
+    started: float = field(default_factory=time.monotonic)
+    compiling: float = 0.0
+    """Seconds spent on compiling, once after installation; not counted as search."""
+    best: list[int] | None = None
+    """Executions of the best schedule that fits."""
+    cost: float = float("inf")
+    """Its extra time as a fraction of the plain step."""
+    bound: float = 0.0
+    seconds_first: float | None = None
+    tries: int = 0
+    interrupted: bool = False
+
+    @cached_property
+    def problem(self) -> Problem:
+        # Unmerged, so that its operations are the graph's.
+        return preprocess(self.graph, merge=False)
+
+    @cached_property
+    def arrays(self) -> OrderArrays:
+        graph = self.graph
+        parents = [
+            sorted({graph.producer[b] for b in op.reads} | set(op.after)) for op in graph.operations
+        ]
+        return to_order_arrays(self.problem, parents)
+
+    @property
+    def room(self) -> int:
+        return self.budget - self.graph.resident
+
+    def elapsed(self) -> float:
+        return time.monotonic() - self.started
+
+    def remaining(self) -> float:
+        return self.options.time_limit + self.compiling - self.elapsed()
+
+    def over(self) -> bool:
+        return self.remaining() <= 0
+
+    def done(self) -> bool:
+        return self.interrupted or self.closed() or self.over()
+
+    def closed(self) -> bool:
+        return self.cost - self.bound <= max(self.options.gap, TOLERANCE)
+
+    def report(self) -> None:
+        if self.options.progress is not None:
+            found = None if self.best is None else self.cost
+            self.options.progress(Progress(self.elapsed(), found, self.bound))
+
+    def offer(self, sequence: list[int]) -> None:
+        """Take `sequence` as the best if it fits and is cheaper."""
+        price = cost(self.problem, sequence)
+        if price < self.cost and max(profile(self.problem, sequence), default=0) <= self.room:
+            if self.best is None:
+                self.seconds_first = self.elapsed()
+            self.best, self.cost = sequence, price
+            self.report()
+
+    def compile(self) -> None:
+        before = time.monotonic()
+        base = list(range(self.problem.n))
+        anneal_order(self.arrays, base, self.room, weights=MIX, moves=1)
+        self.anneal(base, 1, HOT)
+        self.compiling = time.monotonic() - before
+        if self.compiling > 1:
+            logger.info("compiled the search over orders in %.1f s (once)", self.compiling)
+
+    def anneal(
+        self, sequence: list[int], moves: int, hot: float, shifts: float = SHIFTS
+    ) -> Annealed:
+        """Anneal orders and re-executions together and offer what comes out."""
+        self.tries += 1
+        found = anneal_sequence(
+            self.arrays,
+            drop_dead(self.problem, sequence),
+            self.room,
+            moves=moves,
+            hot=hot,
+            cold=min(COLD, hot),
+            shifts=shifts,
+            seed=self.options.seed * 7919 + self.tries,
+            enough=self.bound,
+            stop=self.over,
+        )
+        if found.best is not None:
+            self.offer(found.best)
+        return found
+
+    def run(self, bounding: engine.Solve | None) -> Status:
+        self.compile()
+        if self.options.start is not None:
+            self.offer(list(self.options.start.executions))
+        base = list(range(self.problem.n))
+        orders = self.orders(base)
+        if self.closed():
+            return "optimal"
+        # Not even dropping everything that can be executed again would make other orders fit.
+        fitting = [o for o in orders if self.static(o) <= self.budget]
+        rough: list[tuple[float, int, list[int]]] = []
+        for order in (base, *fitting):
+            if not self.done():
+                found = self.anneal(order, FIRST_MOVES, HOT, shifts=0.0)
+                rough.append((found.cost, len(rough), order))
+        if bounding is not None:
+            result = bounding.result()
+            if result.status == "infeasible":
+                return "infeasible"
+            self.bound = max(0.0, min(result.bound / STEP, self.cost))
+            self.report()
+        starts: list[tuple[float, int, list[int]]] = []
+        for order in (base, *orders):
+            if not self.done():
+                found = self.anneal(order, FIRST_MOVES, WARM)
+                starts.append((found.cost, len(starts), found.best or found.last))
+        if rough and not self.done():
+            in_base = rough[0][0]
+            order = min(rough)[2]
+            if order is not base:
+                self.solve_in_order(order, SHARE)
+            if not self.done() and in_base * HOPE <= self.cost:
+                self.solve_in_order(base, SHARE)
+        self.polish([s for *_, s in sorted(starts)])
+        if self.closed():
+            return "optimal"
+        return "stopped" if self.best is None else "feasible"
+
+    def orders(self, base: list[int]) -> list[list[int]]:
+        """Annealed orders; each is offered as it stands."""
+        found = []
+        for k, (weights, hot) in enumerate(HEATS):
+            if self.done():
+                break
+            order, _ = anneal_order(
+                self.arrays,
+                base,
+                self.room,
+                weights=weights,
+                moves=min(ORDER_MOVES * max(500, len(base)), MOST_ORDER_MOVES),
+                hot=hot,
+                cold=hot * 1e-3,
+                seed=self.options.seed * 7919 + k,
+                stop=self.over,
+            )
+            found.append(order)
+            self.offer(order)
+        return found
+
+    def static(self, order: list[int]) -> int:
+        return static_floor(reorder(self.graph, order)).bytes
+
+    def solve_in_order(self, order: list[int], share: float) -> None:
+        """Solve the graph with base order `order` in a share of the time left."""
+        graph = reorder(self.graph, order)
+        start = None
+        if self.best is not None and list(dict.fromkeys(self.best)) == order:
+            place = {o: k for k, o in enumerate(order)}
+            start = Schedule(tuple(place[o] for o in self.best))
+        before = self.remaining()
+        solution, self.interrupted = self.in_order(
+            graph,
+            self.budget,
+            replace(
+                self.options,
+                order="fixed",
+                time_limit=max(0.1, share * before),
+                start=start,
+                progress=self.relay if self.options.progress is not None else None,
+            ),
+        )
+        logger.debug("an order: %s, %.1f s", solution.certificate, before - self.remaining())
+        if solution.schedule is not None:
+            self.offer(list(restore(solution.schedule, order).executions))
+
+    def relay(self, inner: Progress) -> None:
+        """Report the progress of a solver that works on one order."""
+        if self.options.progress is not None:
+            known = [c for c in (inner.incumbent, self.cost) if c is not None]
+            found = min(known)
+            self.options.progress(
+                Progress(self.elapsed(), None if found == float("inf") else found, self.bound)
+            )
+
+    def polish(self, starts: list[list[int]]) -> None:
+        """Anneal from the best, and from other starts in turn, until nothing more comes of it."""
+        idle = k = 0
+        while not self.done() and idle < PATIENCE:
+            before = self.cost
+            if self.best is not None and (k % 2 == 0 or not starts):
+                self.anneal(self.best, POLISH_MOVES, WARM)
+            elif starts:
+                self.anneal(starts[k // 2 % len(starts)], POLISH_MOVES, HOT)
+            else:
+                self.anneal(list(range(self.problem.n)), POLISH_MOVES, HOT)
+            k += 1
+            idle = 0 if self.cost < before or self.best is None else idle + 1
+
+    def solution(self, status: Status) -> Solution:
+        seconds = self.elapsed()
+        if self.best is None:
+            bound = 0.0 if status == "infeasible" else self.bound
+            return Solution(
+                None, Certificate("optimal", status, None, bound, seconds, None, ANY_ORDER)
+            )
+        schedule = Schedule(tuple(self.best))
+        overhead = simulate(self.graph, schedule).overhead
+        return Solution(
+            schedule,
+            Certificate(
+                "optimal",
+                status,
+                overhead,
+                min(self.bound, overhead),
+                seconds,
+                self.seconds_first,
+                ANY_ORDER,
+            ),
+        )
