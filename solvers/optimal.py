@@ -27,6 +27,7 @@ from optckpt.solvers.decode import decode
 from optckpt.solvers.floor import static_floor
 from optckpt.solvers.incumbent import Incumbent
 from optckpt.solvers.loss_cut import start_loss_cut
+from optckpt.solvers.order import free_order
 from optckpt.solvers.preprocess import Problem, preprocess
 from optckpt.solvers.registry import Progress, SolveOptions
 from optckpt.solvers.stage_cuts import STEP, Choice, build, read_choice
@@ -50,8 +51,9 @@ TOLERANCE = 1e-6
 
 
 def optimal(graph: TrainingGraph, budget: int | None, options: SolveOptions) -> Solution:
-    """The cheapest schedule in base order that fits `budget` bytes, with a proof of how near.
+    """The cheapest schedule that fits `budget` bytes, with a proof of how near.
 
+    In base order, or with `options.order` "free" in any order (see `order.free_order`).
     Returns status "optimal" (cost - bound <= options.gap), "infeasible" (proven), "feasible"
     (time limit, gap open) or "stopped" (time limit, no schedule yet). Re-executions may stand
     anywhere behind the first execution of their operation, as often as they pay.
@@ -69,18 +71,31 @@ def optimal(graph: TrainingGraph, budget: int | None, options: SolveOptions) -> 
             Schedule.base(graph),
             Certificate("optimal", "optimal", 0.0, 0.0, seconds, seconds, "any order"),
         )
+    if options.order == "free":
+        return free_order(graph, budget, options, in_base_order)
+    return in_base_order(graph, budget, options)[0]
+
+
+def in_base_order(
+    graph: TrainingGraph, budget: int, options: SolveOptions
+) -> tuple[Solution, bool]:
+    """`optimal` in base order, and whether an interrupt ended the search.
+
+    Raises:
+        KeyboardInterrupt: if interrupted before a fitting schedule was found.
+    """
+    started = time.monotonic()
     if static_floor(graph).bytes > budget:
         seconds = time.monotonic() - started
-        return Solution(None, Certificate("optimal", "infeasible", None, 0.0, seconds))
+        return Solution(None, Certificate("optimal", "infeasible", None, 0.0, seconds)), False
     engine.warm_up()
     search = _Search(graph, preprocess(graph), budget - graph.resident, options, started)
     try:
-        status = search.run()
+        return search.solution(search.run()), False
     except KeyboardInterrupt:
         if not search.incumbent.found:
             raise
-        status = "feasible"
-    return search.solution(status)
+        return search.solution("feasible"), True
 
 
 @dataclass

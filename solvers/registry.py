@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 from optckpt.errors import OptckptError
 from optckpt.graph import TrainingGraph
@@ -29,6 +29,8 @@ class Progress:
     bound: float
     """Proven lower bound, as a fraction of the plain step."""
 
+
+Order = Literal["fixed", "free"]
 
 LONGEST_TIME_LIMIT = 1e6
 """Seconds (eleven days); waiting functions of the system refuse much longer ones."""
@@ -54,6 +56,9 @@ class SolveOptions:
     checkpoints: tuple[int, ...] | None = None
     """Buffers to keep, for the strategy `explicit`."""
     progress: Callable[[Progress], None] | None = None
+    order: Order = "fixed"
+    """Whether the base order of the operations must be kept ("fixed") or may be changed where
+    dependencies allow ("free"); for `optimal`."""
     start: Schedule | None = None
     """A schedule that is known already; `optimal` begins from it."""
 
@@ -62,6 +67,8 @@ class SolveOptions:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, kind) or not fits(value):
                 raise OptckptError(f"{name} must be {what}, got {value!r}")
+        if self.order not in get_args(Order):
+            raise OptckptError(f"order must be 'fixed' or 'free', got {self.order!r}")
 
 
 _NUMBERS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
