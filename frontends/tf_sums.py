@@ -18,6 +18,7 @@ import tensorflow as tf
 from optckpt.frontends import tf_ops
 from optckpt.frontends.tf_capture import Capture, Orders
 from optckpt.frontends.tf_traced import Reading, changes
+from optckpt.frontends.tf_twins import Twins
 
 log = logging.getLogger("optckpt.frontends.tf_sums")
 
@@ -155,6 +156,7 @@ class Sums:
         for op in nodes:
             for t in reading.inputs(op):
                 self._readers.setdefault(id(t), []).append(op)
+        self._twins = Twins(nodes, reading)
         self._constant: dict[tf.Operation, bool] = {}
         self._found: dict[int, list[tf.Operation] | None] = {}
         holders = {op: [self._holders(t) for t in reading.inputs(op)] for op in sums}
@@ -223,7 +225,8 @@ class Sums:
         if root.op.type in tf_ops.RESIDENT or self._is_constant(root.op):
             return None
         found: list[tf.Operation] = []
-        stack, seen = [root], {id(root)}
+        stack = [root, *(op.outputs[root.value_index] for op in self._twins.of(root.op))]
+        seen = {id(t) for t in stack}
         while stack:
             t = stack.pop()
             if id(t) in self._held:

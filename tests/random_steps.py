@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import tensorflow as tf
 from tf_support import Scheduler, flat, grappler_off, normal, weight
 
+from optckpt.backends.sums import keep_orders
 from optckpt.backends.tensorflow import RewriteReport, rewrite
 from optckpt.frontends.tensorflow import capture
 from optckpt.frontends.tf_traced import as_traced
@@ -51,13 +52,14 @@ class RandomStep:
 
     def run(
         self,
-        schedulers: Sequence[Scheduler | None] = (None, None),
+        schedulers: Sequence[Scheduler | Literal["sums only"] | None] = (None, None),
         steps: int = 2,
         optimizer: bool = False,
     ) -> list[np.ndarray]:
         """Losses and gradients of some training steps from the same start.
 
-        A scheduler for each call of gradients in a step; None: left as tf.gradients made it.
+        A scheduler for each call of gradients in a step; None: left as tf.gradients made it;
+        "sums only": the same, but no sum adds in an order that depends on timing.
         """
         self.reports = []
         for v, value in zip(self._weights, self._start, strict=True):
@@ -84,7 +86,10 @@ class RandomStep:
                 first = flat(gradients)
                 if scheduler is not None:
                     found = capture(tf.compat.v1.get_default_graph(), ys, first)
-                    self.reports.append(rewrite(found, scheduler(found.graph)))
+                    if scheduler == "sums only":
+                        keep_orders(found, (), "optckpt")
+                    else:
+                        self.reports.append(rewrite(found, scheduler(found.graph)))
                 outputs += [*ys, *first]
                 for i, g in enumerate(gradients):
                     if g is not None:

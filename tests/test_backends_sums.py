@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -134,38 +135,45 @@ def test_the_order_as_traced() -> None:
     """Which input the kernel puts first, told from the graph alone."""
     variable = tf.Variable(normal(8, 16), trainable=False)
     found: dict[str, tuple[int, ...]] = {}
+    number = itertools.count(2)
 
-    @tf.function(autograph=False)
     def step(x: tf.Tensor) -> list[tf.Tensor]:
-        cases: dict[str, Callable[[], list[tf.Tensor]]] = {}
-        held, constant = tf.sin(x), tf.ones([8, 16])
-        stored = tf.tan(x)
+        def new() -> tf.Tensor:
+            # Not twice the same, or TensorFlow would merge them.
+            return tf.exp(x * float(next(number)))
+
+        held, stored, twice = new(), new(), new()
         variable.assign(stored)
+        constant = tf.ones([8, 16])
         half = tf.split(tf.tanh(tf.concat([x, x], 0)), 2, axis=0)
-        twice = tf.sinh(x)
-        cases["all die"] = [tf.cos(x), tf.cosh(x), tf.exp(x)]
-        cases["resident"] = [x, variable.read_value(), tf.exp(x)]
-        cases["constant"] = [constant, tf.exp(constant), tf.exp(x)]
-        cases["output"] = [held, tf.identity(held), held + 1.0]
-        cases["stored"] = [stored, held, tf.exp(x), tf.cos(x)]
-        cases["parts"] = [*half, tf.exp(x)]
-        cases["twice"] = [twice, tf.reshape(twice, [8, 16]), tf.exp(x)]
-        cases["second"] = [held, tf.exp(x), tf.cos(x)]
-        cases["nobody"] = [held, x, stored]
-        sums = {name: tf.add_n(terms) for name, terms in cases.items()}
-        late = tf.exp(tf.sin(x))
-        sums["read later"] = tf.add_n([late, tf.square(late) * 0.0 + x, tf.cos(x)])
-        with tf.control_dependencies([sums["read later"]]):
+        sums = {
+            "all die": tf.add_n([new(), new(), new()]),
+            "resident": tf.add_n([x, variable.read_value(), new()]),
+            "constant": tf.add_n([constant, tf.exp(constant), new()]),
+            "output": tf.add_n([held, tf.identity(held), held + 1.0]),
+            "stored": tf.add_n([stored, held, new(), new()]),
+            "parts": tf.add_n([*half, new()]),
+            "twice": tf.add_n([twice, tf.reshape(twice, [8, 16]), new()]),
+            "merged": tf.add_n([tf.cosh(x * 2.0), tf.cosh(x * 2.0), new()]),
+            "not merged": tf.add_n([tf.cosh(x * 3.0), tf.cosh(x * 4.0), new()]),
+            "second": tf.add_n([held, new(), new()]),
+            "nobody": tf.add_n([held, x, stored]),
+        }
+        early, late = new(), new()
+        square = tf.square(late)
+        with tf.control_dependencies([tf.reduce_sum(early)]):
+            sums["read before"] = tf.add_n([x, held, early])
+        sums["read after"] = tf.add_n([late, x, square])
+        with tf.control_dependencies([sums["read after"]]):
             after = tf.cos(late)
         outputs = [*sums.values(), held, after]
         y = tf.add_n([tf.reduce_sum(t) for t in outputs])
         graph = tf.compat.v1.get_default_graph()
-        members = graph.get_operations()
-        got = orders(graph, members, [y], [], [*outputs, y])
+        got = orders(graph, graph.get_operations(), [y], [], [*outputs, y])
         found.update((name, got[t.op]) for name, t in sums.items())
         return outputs
 
-    step.get_concrete_function(tf.TensorSpec([8, 16]))
+    tf.function(step, autograph=False).get_concrete_function(tf.TensorSpec([8, 16]))
     natural, third = (0, 1, 2), (2, 1, 0)
     assert found == {
         "all die": natural,
@@ -175,9 +183,12 @@ def test_the_order_as_traced() -> None:
         "stored": (2, 1, 0, 3),
         "parts": third,
         "twice": third,
+        "merged": third,
+        "not merged": natural,
         "second": natural,
         "nobody": natural,
-        "read later": natural,
+        "read before": third,
+        "read after": third,
     }
 
 
