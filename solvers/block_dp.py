@@ -112,13 +112,15 @@ class BlockProgram:
     def sequences(self, budget: int) -> list[list[int]]:
         """Sequences for `budget` bytes (without resident data); none if the program finds none.
 
-        Sizes are rounded in the program: a sequence may exceed the budget by a little. Then comes
-        another one, made with a little less, `TRIES` at most.
+        Sizes are rounded in the program: a sequence may exceed the budget by a little. Then come
+        others, made with a little less and in the smallest levels, `TRIES` in all at most.
         """
+        levels = min(MOST_LEVELS, CELLS // (len(self.chain) * (len(self.chain) + 1) // 2))
         found: list[list[int]] = []
         target = budget
         while len(found) < TRIES:
-            sequence = self._sequence(target)
+            unit = max(1.0, budget / levels) if found else self._unit(budget, levels)
+            sequence = self._sequence(target, unit, 0.0 if found else 0.5)
             if sequence is None:
                 break
             found.append(sequence)
@@ -128,9 +130,9 @@ class BlockProgram:
             target = int(target * budget / peak * (1 - LESS))
         return found
 
-    def _sequence(self, budget: int) -> list[int] | None:
+    def _sequence(self, budget: int, unit: float, slack: float) -> list[int] | None:
+        """A sequence for `budget` bytes and `slack` units more; None if there is none."""
         chain, n = self.chain, len(self.chain)
-        unit = self._unit(budget, min(MOST_LEVELS, CELLS // (n * (n + 1) // 2)))
         levels = int(budget / unit)
 
         def units(bytes_: Any) -> Ints:
@@ -139,7 +141,7 @@ class BlockProgram:
         size = self.problem.size
         flat = [o for options in self.options for o in options]
         begins = [chain.fixed_before[begin] for begin, _ in chain.phases]
-        room = np.maximum(-1, units([budget - b for b in begins]))
+        room = np.array([math.floor((budget - b) / unit + slack) for b in begins], np.int64)
         state = units([0 if t < 0 else size[t] for t in chain.states])
         sweeps = [min(options, key=lambda o: (o.held, o.run_peak)) for options in self.options]
         start = np.zeros(n + 1, np.int64)

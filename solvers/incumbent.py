@@ -28,6 +28,8 @@ HEURISTIC_SECONDS = 0.3
 """Time for each heuristic that is tried for an incumbent."""
 POLISH = 20_000
 """Moves of the annealings that start from a schedule made by a rule."""
+LARGE = 3000
+"""Operations beyond which everything takes its time."""
 WORK = 60_000_000
 """Executions that one annealing goes through at most, moves times length: a second or two."""
 
@@ -55,6 +57,8 @@ class Incumbent:
     compiling: float = 0.0
     """Seconds spent on compiling, once after installation; not counted as search."""
     tries: int = 0
+    ruled: bool = False
+    """Whether the rules have been asked."""
     spare: list[int] | None = None
     """A cheaper sequence found in spare time; see `improve_while`."""
     spare_cost: float = float("inf")
@@ -127,7 +131,8 @@ class Incumbent:
 
     def first_schedules(self) -> None:
         """A first schedule, from whatever finds one, and the best that fixed rules know."""
-        self.improve(self.base, FIRST_TRIES[0], hot=3.0)
+        if self.problem.n <= LARGE:
+            self.improve(self.base, FIRST_TRIES[0], hot=3.0)
         self.offer_heuristics()
         self.offer_blocks()
         for iterations in FIRST_TRIES[1:]:
@@ -135,10 +140,13 @@ class Incumbent:
                 self.improve(self.base, iterations, hot=3.0)
 
     def offer_heuristics(self) -> None:
-        """Offer the schedules of the literature's rules.
+        """Offer the schedules of the literature's rules, once.
 
         They know low peaks on chains that annealing does not find.
         """
+        if self.ruled:
+            return
+        self.ruled = True
         limited = replace(self.options, time_limit=HEURISTIC_SECONDS, progress=None)
         for strategy in (sqrt_n, griewank, chen_greedy, speed):
             with contextlib.suppress(OptckptError):

@@ -25,7 +25,7 @@ from optckpt.solvers.brute_force import cheapest
 from optckpt.solvers.cut_choice import tighten
 from optckpt.solvers.decode import decode
 from optckpt.solvers.floor import static_floor
-from optckpt.solvers.incumbent import Incumbent
+from optckpt.solvers.incumbent import LARGE, Incumbent
 from optckpt.solvers.loss_cut import start_loss_cut
 from optckpt.solvers.order import free_order
 from optckpt.solvers.preprocess import Problem, preprocess
@@ -147,6 +147,9 @@ class _Search:
         self.incumbent.compile()
         if self.options.start is not None:
             self.incumbent.offer_schedule(self.options.start)
+        if self.problem.n > LARGE:
+            # The rules are the quickest; by then even the loss cut takes a second.
+            self.incumbent.offer_heuristics()
         if not self.first_bound():
             return "infeasible"
         sequence = self.linear_rounds()
@@ -230,7 +233,12 @@ class _Search:
         """
         sequence = best = self.incumbent.base
         best_value, best_cuts, stalled = 0.0, set(self.cuts), 0
-        while stalled < LINEAR_PATIENCE and not self.closed() and self.add_cuts(sequence):
+        while (
+            stalled < LINEAR_PATIENCE
+            and not self.closed()
+            and self.incumbent.remaining() > 0
+            and self.add_cuts(sequence)
+        ):
             relaxation = build(self.problem, self.cuts, self.budget)
             run = engine.Solve(
                 relaxation.model, time_limit=max(0.1, self.incumbent.remaining()), relax=True
