@@ -30,7 +30,7 @@ from optckpt.report import files, progress, table
 from optckpt.schedule import Certificate, Plan, Schedule
 from optckpt.simulate import simulate
 from optckpt.solvers import registry
-from optckpt.solvers.floor import static_floor
+from optckpt.solvers.floor import proven_floor
 
 DONE, MISTAKE, INTERRUPTED = 0, 2, 130
 
@@ -121,6 +121,14 @@ def solve(
         str, typer.Option("--strategy", metavar="S", help="How to choose what runs again.")
     ] = "optimal",
     time_limit: TimeLimitOption = None,
+    order: Annotated[
+        str,
+        typer.Option(
+            "--order",
+            metavar="fixed|free",
+            help="Keep the graph's order of operations, or change it where that helps.",
+        ),
+    ] = registry.SolveOptions().order,
     schedule: Annotated[
         Path | None,
         typer.Option(
@@ -136,7 +144,9 @@ def solve(
     with _mistakes(as_json) as answer:
         registry.get(strategy)
         seconds = _seconds(time_limit)
-        limits = registry.SolveOptions() if seconds is None else registry.SolveOptions(seconds)
+        limits = registry.SolveOptions(order=cast(registry.Order, order))
+        if seconds is not None:
+            limits = replace(limits, time_limit=seconds)
         parsed = Budget.parse(budget)
         if schedule is not None:
             _check_target(schedule, graph)
@@ -303,6 +313,7 @@ def _solve(
     judged = None if found is None else simulate(graph, found)
     result = {
         "strategy": strategy,
+        "order": options.order,
         "status": cert.status,
         "budget": limit,
         "plain_peak": plain,
@@ -324,7 +335,7 @@ def _solve(
             plain_peak=plain,
             predicted_peak=judged.peak,
             live_peak=judged.peak,
-            floor=static_floor(graph).bytes,
+            floor=proven_floor(graph, options.order).bytes,
             overhead=judged.overhead,
             schedule=found,
             certificate=cert,
@@ -345,7 +356,7 @@ def _failure(graph: TrainingGraph, result: dict[str, Any], code: int) -> str:
             f"strategy {result['strategy']!r} does not fit the budget of {asked}: its lowest peak "
             f"is {format_bytes(peak)} ({peak} bytes); raise the budget or use strategy 'optimal'"
         )
-    floor = static_floor(graph)
+    floor = proven_floor(graph, result["order"])
     where = (
         f", at operation {graph.operations[floor.operation].name!r}" if floor.operation >= 0 else ""
     )

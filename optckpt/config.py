@@ -157,6 +157,13 @@ class SolverConfig(Section):
     threads: int = Field(
         default=0, ge=0, description="Solver threads; 0: as many as the machine has, at most 8."
     )
+    order: registry.Order = Field(
+        default="fixed",
+        description=(
+            "fixed: keep the order of the operations as TensorFlow made it; free: change it where "
+            "dependencies allow and memory gains. For the strategy optimal."
+        ),
+    )
 
 
 class CostsConfig(Section):
@@ -275,6 +282,7 @@ class Config(Section):
             gap=self.solver.gap,
             seed=self.solver.seed,
             threads=self.solver.threads,
+            order=self.solver.order,
         )
 
 

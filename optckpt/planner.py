@@ -13,7 +13,7 @@ from optckpt.errors import BudgetError, InfeasibleBudgetError, OverBudgetError
 from optckpt.graph import TrainingGraph
 from optckpt.schedule import Certificate, Plan, Schedule, Solution
 from optckpt.simulate import simulate
-from optckpt.solvers.floor import Floor, static_floor
+from optckpt.solvers.floor import Floor, proven_floor
 from optckpt.solvers.frontier import least_memory
 from optckpt.solvers.registry import SolveOptions, Strategy, solve
 
@@ -57,7 +57,7 @@ def make_plan(
     plain = _judge(graph, Schedule.base(graph), allocator)
     peak = plain.reported if plain_graph is None else plain_peak(plain_graph, allocator)
     limit = None if budget is None else Budget.parse(budget).resolve(peak)
-    floor = static_floor(graph)
+    floor = proven_floor(graph, (options or SolveOptions()).order)
     started = time.perf_counter()
     if max_overhead is None:
         target, solution = _solve(graph, limit, strategy, options, margin, allocator, plain, floor)

@@ -99,7 +99,8 @@ class Plan:
     live_peak: int
     """Simulated peak of the live bytes alone, resident included; what the certificate is about."""
     floor: int
-    """Proven lower bound on the peak of every schedule in this order, resident included."""
+    """Proven lower bound on the peak, resident included: of every schedule in base order, or in
+    any order if the strategy was free to change it."""
     overhead: float
     """Extra time / time of the plain step, by the measured costs."""
     schedule: Schedule

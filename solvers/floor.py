@@ -8,6 +8,7 @@ import numpy as np
 
 from optckpt.graph import TrainingGraph
 from optckpt.solvers.ancestry import Ancestry
+from optckpt.solvers.registry import Order
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +17,11 @@ class Floor:
 
     bytes: int
     operation: int
+
+
+def proven_floor(graph: TrainingGraph, order: Order) -> Floor:
+    """A lower bound on every peak: in base order ("fixed"), or in any order ("free")."""
+    return static_floor(graph) if order == "fixed" else any_order_floor(graph)
 
 
 def static_floor(graph: TrainingGraph) -> Floor:

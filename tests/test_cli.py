@@ -26,7 +26,7 @@ from optckpt.schedule import Plan, Schedule
 from optckpt.simulate import simulate
 
 KEYS = [
-    "strategy", "status", "budget", "plain_peak", "peak", "overhead", "bound", "gap",
+    "strategy", "order", "status", "budget", "plain_peak", "peak", "overhead", "bound", "gap",
     "seconds_first", "seconds", "executions",
 ]  # fmt: skip
 
