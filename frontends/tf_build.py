@@ -138,7 +138,7 @@ class Build:
         found = {
             self._waits.get(p, _NOTHING)
             for node in group
-            for p in (*node.makers, *node.control_inputs)
+            for p in (*node.makers, *node.control_inputs, *node.effects)
         }
         found.discard(_NOTHING)
         return found.pop() if len(found) == 1 else _NOTHING.union(*found)

@@ -16,7 +16,7 @@ import tensorflow as tf
 class Node:
     """A TensorFlow operation and what was read from it. Nodes are equal if they are the same."""
 
-    __slots__ = ("control_inputs", "inputs", "kind", "makers", "number", "op", "outputs")
+    __slots__ = ("control_inputs", "effects", "inputs", "kind", "makers", "number", "op", "outputs")
 
     def __init__(self, op: tf.Operation) -> None:
         self.op = op
@@ -29,6 +29,8 @@ class Node:
         """The node that makes each input; known once the node's ancestors have been looked up."""
         self.control_inputs: Sequence[Node] = ()
         """Known as `makers` are."""
+        self.effects: list[Node] = []
+        """Stateful operations that tf.function puts before it; known once they are in order."""
 
 
 by_creation = attrgetter("number")

@@ -76,6 +76,7 @@ def execution_order(
     ]
     for i, earlier in _effects(nodes):
         before[i].append(index[earlier])
+        nodes[i].effects.append(earlier)
     readers = _Readers(nodes)
     units = _units(nodes, readers)
     rank = _ranks(nodes, forward, sizes, readers)

@@ -16,6 +16,7 @@ from optckpt.backends.tensorflow import RewriteReport, rewrite
 from optckpt.frontends.tensorflow import Capture, capture
 from optckpt.graph import TrainingGraph
 from optckpt.schedule import Schedule
+from optckpt.solvers.order import reorder, restore
 
 Scheduler = Callable[[TrainingGraph], Schedule]
 
@@ -42,6 +43,31 @@ def random_schedule(seed: int, share: float = 0.4) -> Scheduler:
                         valid.discard(b)
             run(o)
         return Schedule(tuple(executions))
+
+    return make
+
+
+def random_order(seed: int, share: float = 0.3) -> Scheduler:
+    """A random order that respects every dependency, now and then with buffers forgotten."""
+
+    def make(graph: TrainingGraph) -> Schedule:
+        rng = random.Random(seed)
+        waiting = [{graph.producer[b] for b in op.reads} | set(op.after) for op in graph.operations]
+        waits_for: list[list[int]] = [[] for _ in graph.operations]
+        for o, above in enumerate(waiting):
+            for a in above:
+                waits_for[a].append(o)
+        ready = [o for o, above in enumerate(waiting) if not above]
+        order = []
+        while ready:
+            o = ready.pop(rng.randrange(len(ready)))
+            order.append(o)
+            for c in waits_for[o]:
+                waiting[c].discard(o)
+                if not waiting[c]:
+                    ready.append(c)
+        again = random_schedule(seed, share)(reorder(graph, order))
+        return restore(again, order)
 
     return make
 

@@ -7,7 +7,15 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import tensorflow as tf
-from tf_support import Step, assert_same, everything_again, normal, random_schedule, weight
+from tf_support import (
+    Step,
+    assert_same,
+    everything_again,
+    normal,
+    random_order,
+    random_schedule,
+    weight,
+)
 
 Network = tuple[Callable[..., tf.Tensor], list[tf.Variable], list[np.ndarray], list[tf.Variable]]
 """model, trainable variables, arguments, state"""
@@ -300,3 +308,18 @@ def test_gradients_and_state_are_the_same(make: Callable[[], Network]) -> None:
         assert_same([v.numpy() for v in state], after)
         clones += len(step.report.clones)
     assert clones >= 5
+
+
+@pytest.mark.parametrize("make", NETWORKS, ids=lambda make: make.__name__)
+def test_another_order_changes_nothing(make: Callable[[], Network]) -> None:
+    model, variables, arguments, state = make()
+    start = [v.numpy() for v in state]
+    plain = Step(model, variables)
+    expected = plain(*arguments)
+    after = [v.numpy() for v in state]
+    for seed in range(4):
+        for v, value in zip(state, start, strict=True):
+            v.assign(value)
+        step = Step(model, variables, random_order(seed))
+        assert_same(step(*arguments), expected)
+        assert_same([v.numpy() for v in state], after)
