@@ -159,6 +159,9 @@ def test_the_order_as_traced() -> None:
             "second": tf.add_n([held, new(), new()]),
             "nobody": tf.add_n([held, x, stored]),
         }
+        with tf.control_dependencies([held]):
+            merged = [tf.cosh(x * 5.0) for _ in range(2)]
+        sums["merged, after another"] = tf.add_n([*merged, new()])
         early, late = new(), new()
         square = tf.square(late)
         with tf.control_dependencies([tf.reduce_sum(early)]):
@@ -184,6 +187,7 @@ def test_the_order_as_traced() -> None:
         "parts": third,
         "twice": third,
         "merged": third,
+        "merged, after another": third,
         "not merged": natural,
         "second": natural,
         "nobody": natural,
@@ -202,7 +206,6 @@ def test_calls_and_derivatives_on_top_of_a_rewritten_graph() -> None:
         return tf.reduce_mean(tf.square(h))
 
     def run(*schedules: Any) -> list[np.ndarray]:
-        @tf.function(autograph=False)
         def step(x: tf.Tensor) -> list[tf.Tensor]:
             graph = tf.compat.v1.get_default_graph()
             y = model(x)
@@ -214,12 +217,11 @@ def test_calls_and_derivatives_on_top_of_a_rewritten_graph() -> None:
                 if schedule is not None:
                     found = capture(graph, [y], gradients)
                     rewrite(found, schedule(found.graph))
-                y = tf.add_n([tf.reduce_sum(tf.square(g)) for g in gradients]) + model(h := x * 0.5)
-                del h
+                y = tf.add_n([tf.reduce_sum(tf.square(g)) for g in gradients]) + model(x * 0.5)
             return outputs
 
         with grappler_off():
-            return [t.numpy() for t in step(normal(64, 64))]
+            return [t.numpy() for t in tf.function(step, autograph=False)(normal(64, 64))]
 
     plain = run(None, None, None)
     for seed in range(2):
@@ -253,7 +255,6 @@ def test_a_copy_can_be_differentiated() -> None:
     model, ws = sum_of([KEPT] * 3, "float32")
 
     def twice(schedule: Any) -> list[np.ndarray]:
-        @tf.function(autograph=False)
         def step(x: tf.Tensor) -> list[tf.Tensor]:
             y = model(x)
             gradients = flat(tf.gradients(y, ws))
@@ -263,7 +264,7 @@ def test_a_copy_can_be_differentiated() -> None:
             return flat(tf.gradients(y, ws))
 
         with grappler_off():
-            return [t.numpy() for t in step(normal(64, 64))]
+            return [t.numpy() for t in tf.function(step, autograph=False)(normal(64, 64))]
 
     for a, b in zip(twice(forget(2)), twice(None), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * np.abs(b).max())
