@@ -112,7 +112,7 @@ def capture(
     built = Build(order, forward, outside, sizes, anchor).finish(
         tf_graph, outputs, count_from, name
     )
-    return with_orders(built, ys, gradients)
+    return with_orders(built, ys, gradients, nodes)
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]

@@ -9,7 +9,7 @@ commutes.) Which inputs die at a sum is what a rewrite changes: who reads what, 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 from enum import Enum
 
@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from optckpt.frontends import tf_ops
 from optckpt.frontends.tf_capture import Capture, Orders
+from optckpt.frontends.tf_nodes import Nodes
 from optckpt.frontends.tf_traced import Reading, changes
 from optckpt.frontends.tf_twins import Twins
 
@@ -50,6 +51,7 @@ def orders(
     ys: Iterable[tf.Tensor],
     gradients: Iterable[tf.Tensor],
     outputs: Iterable[tf.Tensor],
+    nodes: Nodes | None = None,
 ) -> Orders:
     """The order in which each sum among `members` adds in the graph as it was traced.
 
@@ -59,14 +61,22 @@ def orders(
     Args:
         members: the operations of the step, in an order in which they may run.
         outputs: tensors that are in memory at the end.
+        nodes: what has been read of the operations already.
     """
     found = [op for op in members if is_sum(op)]
     if not found:
         return {}
     known = changes(tf_graph)
-    traced = {op: known.added.get(op) or op for op in found}
-    reading = Reading(tf_graph, traced=True)
     rewritten = bool(known.added or known.inputs or known.controls)
+    natural: Orders = {}
+    if not rewritten:
+        held = {id(t) for t in outputs}
+        natural = {op: tuple(range(len(op.inputs))) for op in found if takes_first(op, held)}
+        found = [op for op in found if op not in natural]
+        if not found:
+            return natural
+    traced = {op: known.added.get(op) or op for op in found}
+    reading = Reading(tf_graph, traced=True, nodes=nodes)
     sums = Sums(
         dict.fromkeys(traced.values()),
         reading.closure((*traced.values(), *members)) if rewritten else members,
@@ -74,7 +84,7 @@ def orders(
         outputs,
         unused_from=_first_backward(reading, ys, gradients),
     )
-    result = {}
+    result: Orders = {}
     for op, origin in traced.items():
         order = list(range(len(op.inputs)))
         fates = sums.fates[origin]
@@ -85,12 +95,41 @@ def orders(
             log.debug("the order in which %r adds depends on timing", origin.name)
         now = known.orders.get(op, tuple(range(len(order))))
         result[op] = tuple(now.index(i) for i in order)
-    return result
+    return natural | result
 
 
-def with_orders(found: Capture, ys: Iterable[tf.Tensor], gradients: Iterable[tf.Tensor]) -> Capture:
+def takes_first(op: tf.Operation, held: Container[int]) -> bool:
+    """Whether it is plain that a sum takes over the memory of its first input.
+
+    That is so if nobody else reads it and TensorFlow neither merges its maker with another
+    operation nor computes it in advance. Such are the sums of regularisation losses; the others
+    need a walk over the whole graph. `held`: ids of the tensors in memory at the end.
+    """
+    first = op.inputs[0]
+    maker = first.op
+    return (
+        id(first) not in held
+        and first.consumers() == [op]
+        and sum(t is first for t in op.inputs) == 1
+        and not _aliases(maker)
+        and _is_unique(maker)
+    )
+
+
+def _is_unique(op: tf.Operation, depth: int = 4) -> bool:
+    """Whether the operation depends on a variable in a way in which no other does."""
+    return depth > 0 and any(
+        (t.op.type == "ReadVariableOp" or _is_unique(t.op, depth - 1))
+        and all(c is op or c.type != op.type for c in t.consumers())
+        for t in op.inputs
+    )
+
+
+def with_orders(
+    found: Capture, ys: Iterable[tf.Tensor], gradients: Iterable[tf.Tensor], nodes: Nodes
+) -> Capture:
     """`found` with the orders of its sums, which take over the memory that these allow."""
-    sums = orders(found.tf_graph, found.members, ys, gradients, found.outputs)
+    sums = orders(found.tf_graph, found.members, ys, gradients, found.outputs, nodes)
     if not sums:
         return found
     operations = list(found.graph.operations)
@@ -153,11 +192,20 @@ class Sums:
         self._nodes = set(nodes)
         self._unused_from = unused_from
         self._readers: dict[int, list[tf.Operation]] = {}
+        self._constants: set[tf.Operation] = set()
+        """What the executor computes in advance and keeps."""
         for op in nodes:
-            for t in reading.inputs(op):
+            inputs = reading.inputs(op)
+            for t in inputs:
                 self._readers.setdefault(id(t), []).append(op)
+            if not inputs:
+                constant = op.type == "Const"
+            else:
+                # The order of the two conditions is that of their cost.
+                constant = all(t.op in self._constants for t in inputs) and tf_ops.is_foldable(op)
+            if constant:
+                self._constants.add(op)
         self._twins = Twins(nodes, reading)
-        self._constant: dict[tf.Operation, bool] = {}
         self._found: dict[int, list[tf.Operation] | None] = {}
         holders = {op: [self._holders(t) for t in reading.inputs(op)] for op in sums}
         self._bit: dict[tf.Operation, int] = {}
@@ -222,7 +270,7 @@ class Sums:
         return tensor
 
     def _search(self, root: tf.Tensor) -> list[tf.Operation] | None:
-        if root.op.type in tf_ops.RESIDENT or self._is_constant(root.op):
+        if root.op.type in tf_ops.RESIDENT or root.op in self._constants:
             return None
         found: list[tf.Operation] = []
         stack = [root, *(op.outputs[root.value_index] for op in self._twins.of(root.op))]
@@ -254,18 +302,6 @@ class Sums:
             and op.type not in tf_ops.METADATA
             and self._reading.is_there(op)
         ]
-
-    def _is_constant(self, op: tf.Operation) -> bool:
-        """Whether the executor computes the operation in advance and keeps the result."""
-        known = self._constant.get(op)
-        if known is None:
-            self._constant[op] = False
-            known = op.type == "Const" or (
-                tf_ops.is_foldable(op)
-                and all(self._is_constant(t.op) for t in self._reading.inputs(op))
-            )
-            self._constant[op] = known
-        return known
 
 
 _KEEPERS = ("Assign", "TensorList", "TensorArray", "Stack")

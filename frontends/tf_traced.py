@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 import tensorflow as tf
 
+from optckpt.frontends.tf_nodes import Node, Nodes
+
 _CHANGES = "_optckpt_changes"
 
 _marks = itertools.count()
@@ -72,16 +74,21 @@ def as_traced(graph: tf.Graph) -> Iterator[None]:
 class Reading:
     """Who reads what in a graph: as it is, or as it was traced."""
 
-    def __init__(self, graph: tf.Graph, *, traced: bool = False) -> None:
+    def __init__(
+        self, graph: tf.Graph, *, traced: bool = False, nodes: Nodes | None = None
+    ) -> None:
+        """`nodes`: what has been read of the graph, as it is, already."""
         self._known: Changes | None = getattr(graph, _CHANGES, None) if traced else None
         self._inputs: dict[tf.Operation, tuple[tf.Tensor, ...]] = {}
         self._before: dict[tf.Operation, list[tf.Operation]] = {}
+        self._nodes: dict[tf.Operation, Node] = nodes or {}
 
     def inputs(self, op: tf.Operation) -> tuple[tf.Tensor, ...]:
         """What `op` reads."""
         found = self._inputs.get(op)
         if found is None:
-            found = tuple(op.inputs)
+            node = self._nodes.get(op)
+            found = tuple(op.inputs) if node is None else node.inputs
             known = self._known
             if known is not None and known.inputs:
                 found = tuple(known.inputs.get((op, i), t) for i, t in enumerate(found))

@@ -21,6 +21,8 @@ from tf_support import (
 )
 
 from optckpt.backends.tensorflow import rewrite
+from optckpt.frontends import tf_sums
+from optckpt.frontends import tf_sums
 from optckpt.frontends.tensorflow import capture
 from optckpt.frontends.tf_sums import orders
 from optckpt.frontends.tf_traced import as_traced
@@ -268,3 +270,32 @@ def test_a_copy_can_be_differentiated() -> None:
 
     for a, b in zip(twice(forget(2)), twice(None), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * np.abs(b).max())
+
+
+def test_a_long_chain_of_operations_without_variables_is_no_deep_recursion() -> None:
+    with tf.Graph().as_default() as graph:
+        x = tf.compat.v1.placeholder(tf.float32, [4])
+        y = x
+        for _ in range(1500):
+            y = tf.tanh(y)
+        total = tf.add_n([y, tf.sin(y), tf.cos(y)])
+        (g,) = tf.gradients(total, [x])
+        found = capture(graph, [total], [g])
+    assert set(found.sums) >= {total.op}
+
+
+def test_a_sum_of_losses_of_variables_needs_no_walk_unless_a_twin_might_be_merged() -> None:
+    with tf.Graph().as_default():
+        variables = [tf.Variable(tf.ones([3])) for _ in range(3)]
+        total = tf.add_n([tf.nn.l2_loss(v) for v in variables])
+        assert tf_sums.takes_first(total.op, ())
+        assert not tf_sums.takes_first(total.op, {id(total.op.inputs[0])})
+        read = variables[0].read_value()
+        losses = [tf.nn.l2_loss(read), tf.nn.l2_loss(read), tf.nn.l2_loss(variables[1])]
+        assert not tf_sums.takes_first(tf.add_n(losses).op, ())
+        shared = tf.nn.l2_loss(variables[2].read_value())
+        again = tf.add_n([shared, losses[2], losses[1]])
+        assert tf_sums.takes_first(again.op, ())
+        tf.sqrt(shared)
+        assert not tf_sums.takes_first(again.op, ())
+        assert not tf_sums.takes_first(tf.add_n([tf.constant(1.0), *losses[:2]]).op, ())

@@ -14,7 +14,7 @@ from tensorflow.python.framework import ops
 
 from optckpt.frontends import tf_ops
 from optckpt.frontends.tf_capture import Capture
-from optckpt.frontends.tf_sums import Sums, may_take
+from optckpt.frontends.tf_sums import Sums, may_take, takes_first
 from optckpt.frontends.tf_traced import Changes, Reading, changes, next_mark
 
 _GRADIENT = "OptckptCopy"
@@ -31,7 +31,8 @@ def keep_orders(
     """Make the sums of a graph that was rewritten add in the order that `capture.sums` says.
 
     `clones` are the operations that the rewrite has added, each with the one that it executes
-    again. Returns the copies made. O(members), or O(operations + edges) if there are sums.
+    again. Returns the copies made. O(members), or O(operations + edges) if it is not plain of some
+    sum which input's memory it takes over.
     """
     orders = dict(capture.sums)
     orders.update((clone, orders[op]) for clone, op in clones if op in orders)
@@ -40,10 +41,14 @@ def keep_orders(
     known = changes(capture.tf_graph)
     for op, order in orders.items():
         _permute(known, op, order)
+    held = {id(t) for t in capture.outputs}
+    unsure = [op for op in orders if op in known.copies or not takes_first(op, held)]
+    if not unsure:
+        return []
     reading = Reading(capture.tf_graph)
     needed = set(reading.closure([t.op for t in capture.outputs]))
     sums = Sums(
-        orders,
+        unsure,
         reading.closure((*capture.members, *(clone for clone, _ in clones))),
         reading,
         capture.outputs,
