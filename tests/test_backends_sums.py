@@ -22,7 +22,6 @@ from tf_support import (
 
 from optckpt.backends.tensorflow import rewrite
 from optckpt.frontends import tf_sums
-from optckpt.frontends import tf_sums
 from optckpt.frontends.tensorflow import capture
 from optckpt.frontends.tf_sums import orders
 from optckpt.frontends.tf_traced import as_traced
