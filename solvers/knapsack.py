@@ -29,7 +29,7 @@ from optckpt.solvers.recompute import (
     always_kept,
     best_of,
     last_backward_uses,
-    missing_operations,
+    relevant_operations,
     schedule_from_kept,
 )
 from optckpt.solvers.registry import SolveOptions
@@ -44,16 +44,6 @@ HALVINGS = 5
 """Between the largest of them that fits and the next, the distance is halved so often."""
 TIES = 1 << 20
 """Of cuts with equal bytes the one with the least time counts: a byte is worth so many shares."""
-
-
-def relevant_operations(graph: TrainingGraph) -> list[int]:
-    """Repeatable forward operations that the backward pass depends on, in base order."""
-    ops = graph.operations
-    needed = [b for b, last in enumerate(last_backward_uses(graph)) if last >= 0]
-    in_memory = bytearray(len(graph.buffers))
-    for b, p in enumerate(graph.producer):
-        in_memory[b] = not (ops[p].forward and ops[p].repeatable)
-    return sorted(missing_operations(graph, needed, in_memory))
 
 
 def cheap_operations(graph: TrainingGraph, share: float) -> set[int]:

@@ -15,6 +15,7 @@ It shares no formulation with `optimal` and serves to check it.
 from __future__ import annotations
 
 import time
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from optckpt.errors import OptckptError
@@ -30,49 +31,61 @@ STEP = 1000.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Sweep:
-    """Part of the schedule: re-executions before base operation `stage`, perhaps itself too."""
+class Sweep:
+    """Part of the schedule: re-executions of operations below `start`, then base operations."""
 
-    stage: int
-    closing: bool
-    """Whether base operation `stage` runs at the end of the sweep."""
-
-    @property
-    def slots(self) -> int:
-        """Operations below this number may run in the sweep."""
-        return self.stage + self.closing
+    start: int
+    """The first base operation of the stage."""
+    end: int
+    """Base operations below this number run at the end of the sweep (`start`: none does)."""
+    again: bool = True
+    """Whether operations may be executed again."""
 
 
-class _Checkmate:
-    """The model: R[r,i] runs i in sweep r, S[r,t] holds t before it, FREE[r,i,t] frees t."""
+def sweeps_by_operation(n: int, sweeps: int) -> list[Sweep]:
+    """A stage for each of `n` base operations and the end, `sweeps` sweeps per stage."""
+    return [
+        Sweep(j, j + 1 if q == sweeps - 1 and j < n else j)
+        for j in range(n + 1)
+        for q in range(sweeps)
+    ]
 
-    def __init__(self, graph: TrainingGraph, budget: int, sweeps: int) -> None:
+
+class Checkmate:
+    """The model: R[r,i] runs i in sweep r, S[r,t] holds t before it, FREE[r,i,t] frees t.
+
+    `run` and `hold` have R and S as columns, by sweep; `hold` has one more entry, the end. `again`
+    are the operations that may be executed again, all repeatable ones by default.
+    """
+
+    def __init__(
+        self,
+        graph: TrainingGraph,
+        budget: int,
+        sweeps: Sequence[Sweep],
+        again: Collection[int] | None = None,
+    ) -> None:
         self.graph = graph
         self.room = budget - graph.resident
         self.model = MipModel()
-        n = len(graph.operations)
-        self.sweeps = [
-            _Sweep(j, closing=q == sweeps - 1 and j < n)
-            for j in range(n + 1)
-            for q in range(sweeps)
-        ]
+        self.sweeps = sweeps
         self.plain = graph.seconds or 1.0
         self.run: list[dict[int, int]] = []
         self.hold: list[dict[int, int]] = []
-        for sweep in self.sweeps:
+        ops = graph.operations
+        for sweep in sweeps:
             run = {}
-            for i in range(sweep.slots):
-                if i == sweep.stage:
+            for i in range(sweep.end):
+                if i >= sweep.start:
                     run[i] = self.fixed(1.0)
-                elif graph.operations[i].repeatable:
-                    cost = graph.operations[i].seconds / self.plain * STEP
-                    run[i] = self.model.add_column(cost=cost)
+                elif sweep.again and ops[i].repeatable and (again is None or i in again):
+                    run[i] = self.model.add_column(cost=ops[i].seconds / self.plain * STEP)
             self.run.append(run)
             self.hold.append(
                 {
                     t: self.model.add_column()
                     for t, p in enumerate(graph.producer)
-                    if p < sweep.stage
+                    if p < sweep.start
                 }
             )
         outputs = set(graph.outputs)
@@ -92,7 +105,7 @@ class _Checkmate:
             for t in graph.operations[i].reads:
                 self.model.add_row(self.present(r, t, {column: -1.0}), lower=0.0)
         for t, column in self.hold[r + 1].items():
-            if graph.producer[t] < self.sweeps[r].slots:
+            if graph.producer[t] < self.sweeps[r].end:
                 self.model.add_row(self.present(r, t, {column: -1.0}), lower=0.0)
         for t, column in hold.items():
             # The old copy of what is computed anew would be of no use in this sweep.
@@ -145,6 +158,10 @@ class _Checkmate:
                 self.model.add_row({column: 1.0, free: 1.0}, upper=1.0)
         return free
 
+    def held(self, values: list[float]) -> list[dict[int, float]]:
+        """S as a solution has it: by sweep, and for the end, buffer -> value."""
+        return [{t: values[column] for t, column in hold.items()} for hold in self.hold]
+
     def schedule(self, values: list[float]) -> Schedule:
         return Schedule(
             tuple(i for run in self.run for i, column in run.items() if values[column] > 0.5)
@@ -174,7 +191,7 @@ def milp(graph: TrainingGraph, budget: int | None, options: SolveOptions) -> Sol
         seconds = time.monotonic() - started
         certificate = Certificate("milp", "optimal", 0.0, 0.0, seconds, seconds, "any order")
         return Solution(base, certificate)
-    checkmate = _Checkmate(graph, budget, SWEEPS)
+    checkmate = Checkmate(graph, budget, sweeps_by_operation(n, SWEEPS))
     result = solve_mip(
         checkmate.model,
         time_limit=max(0.1, options.time_limit - (time.monotonic() - started)),

@@ -71,6 +71,16 @@ def missing_operations(
     return found
 
 
+def relevant_operations(graph: TrainingGraph) -> list[int]:
+    """Repeatable forward operations that the backward pass depends on, in base order."""
+    ops = graph.operations
+    needed = [b for b, last in enumerate(last_backward_uses(graph)) if last >= 0]
+    in_memory = bytearray(len(graph.buffers))
+    for b, p in enumerate(graph.producer):
+        in_memory[b] = not (ops[p].forward and ops[p].repeatable)
+    return sorted(missing_operations(graph, needed, in_memory))
+
+
 def schedule_from_kept(
     graph: TrainingGraph,
     kept: Collection[int],

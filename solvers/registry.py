@@ -101,6 +101,8 @@ _strategies: Registry[Strategy] = Registry(
     {
         "optimal": "optckpt.solvers.optimal:optimal",
         "milp": "optckpt.solvers.milp:milp",
+        "retention": "optckpt.solvers.retention:retention",
+        "lp_rounding": "optckpt.solvers.lp_rounding:lp_rounding",
         "store_all": "optckpt.solvers.heuristics:store_all",
         "sqrt_n": "optckpt.solvers.heuristics:sqrt_n",
         "chen_greedy": "optckpt.solvers.heuristics:chen_greedy",

@@ -23,13 +23,13 @@ from optckpt.solvers.knapsack import (
     CHEAP_SHARES,
     Knapsack,
     cheap_operations,
-    relevant_operations,
     saved_buffers,
 )
 from optckpt.solvers.recompute import (
     always_kept,
     last_backward_uses,
     missing_operations,
+    relevant_operations,
     schedule_from_kept,
 )
 from optckpt.solvers.registry import solve

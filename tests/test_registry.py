@@ -30,6 +30,7 @@ def no_lasting_registration(monkeypatch):
 def test_built_in_names():
     assert {
         "optimal", "milp", "store_all", "sqrt_n", "chen_greedy", "speed", "griewank", "explicit",
+        "retention", "lp_rounding", "rotor", "knapsack",
     } <= set(names())  # fmt: skip
 
 
