@@ -28,6 +28,8 @@ HEURISTIC_SECONDS = 0.3
 """Time for each heuristic that is tried for an incumbent."""
 POLISH = 20_000
 """Moves of the annealings that start from a schedule made by a rule."""
+WORTH = 1e-4
+"""A gap (fraction of the plain step) that is worth a last annealing."""
 LARGE = 3000
 """Operations beyond which everything takes its time."""
 WORK = 60_000_000
@@ -189,6 +191,15 @@ class Incumbent:
         if found.best is not None:
             self.offer(found.best)
 
+    def polish(self, bound: float) -> None:
+        """Anneal the best schedule once more if it is within the tolerance but may be dearer.
+
+        A search ends as soon as the gap is small enough, often with what was found on the way.
+        """
+        for hot in (1.0, 0.3):
+            if self.best is not None and self.cost - bound > WORTH and self.remaining() > 0:
+                self.improve(self.best, 2 * POLISH, hot)
+
     def improve_while(self, busy: Callable[[], bool], seed: int) -> None:
         """Anneal as long as `busy` and there is time.
 
@@ -204,7 +215,8 @@ class Incumbent:
                 self.arrays,
                 self.base if k % 2 or warm is None else warm,
                 self.budget,
-                iterations=60_000,
+                # The longer, the better; but time may be over at any moment.
+                iterations=60_000 << min(k // 2, 4),
                 hot=3.0 if k % 2 or warm is None else 0.5,
                 seed=self.options.seed * 7919 + 1_000_000 + 1000 * seed + k,
                 known=known,

@@ -91,7 +91,9 @@ def in_base_order(
     engine.warm_up()
     search = _Search(graph, preprocess(graph), budget - graph.resident, options, started)
     try:
-        return search.solution(search.run()), False
+        status = search.run()
+        search.incumbent.polish(search.bound)
+        return search.solution(status), False
     except KeyboardInterrupt:
         if not search.incumbent.found:
             raise
@@ -169,8 +171,9 @@ class _Search:
                 return "optimal" if self.closed() else self.out_of_time()
             sequence = decode(self.problem, choice)
             self.incumbent.offer(sequence)
-            if not self.closed():
-                self.incumbent.improve(sequence, self.effort, hot=1.0)
+            for hot in (1.0, 0.3):
+                if not self.closed():
+                    self.incumbent.improve(sequence, self.effort, hot)
         return self.out_of_time()
 
     def out_of_time(self) -> Status:
@@ -277,7 +280,7 @@ class _Search:
         or dearer than the incumbent, or the time is over.
         """
         self.rounds += 1
-        cutoff = self.incumbent.cost - self.tolerance / 2
+        cutoff = self.incumbent.cost - self.tolerance / 4
         relaxation = build(
             self.problem, self.cuts, self.budget, moments=self.moments, cutoff=cutoff
         )
