@@ -23,6 +23,7 @@ from optckpt.simulate import simulate
 from optckpt.solvers import engine
 from optckpt.solvers.decode import drop_dead
 from optckpt.solvers.floor import any_order_floor, static_floor
+from optckpt.solvers.local_search import anneal, to_arrays
 from optckpt.solvers.loss_cut import STEP, start_loss_cut
 from optckpt.solvers.order_search import MIX, PEAK, OrderArrays, anneal_order, to_order_arrays
 from optckpt.solvers.order_sequence import Annealed, anneal_sequence
@@ -32,13 +33,15 @@ from optckpt.solvers.sequence import cost, profile
 
 logger = logging.getLogger("optckpt.solvers.order")
 
-ORDER_MOVES = 600
+ORDER_MOVES = 700
 """Shifts per operation in the annealing of an order."""
 MOST_ORDER_MOVES = 2_000_000
-HEATS = ((PEAK, 0.1), (PEAK, 0.003), (MIX, 0.003))
+HEATS = ((PEAK, 0.1), (PEAK, 0.001), (MIX, 0.001), (MIX, 0.0003))
 """What orders are annealed for, and from which temperature."""
 FIRST_MOVES = 20_000
 """Moves per candidate of the annealing that ranks it."""
+STARTS = 2
+"""Orders from which orders and re-executions are annealed together."""
 POLISH_MOVES = 100_000
 """Moves per annealing of the final search."""
 PATIENCE = 8
@@ -223,13 +226,10 @@ class _FreeOrder:
         orders = self.orders(base)
         if self.closed():
             return "optimal"
-        # Not even dropping everything that can be executed again would make other orders fit.
-        fitting = [o for o in orders if self.static(o) <= self.budget]
         rough: list[tuple[float, int, list[int]]] = []
-        for order in (base, *fitting):
+        for order in (base, *orders):
             if not self.done():
-                found = self.anneal(order, FIRST_MOVES, HOT, shifts=0.0)
-                rough.append((found.cost, len(rough), order))
+                rough.append((self.roughly(order), len(rough), order))
         if bounding is not None:
             result = bounding.result()
             if result.status == "infeasible":
@@ -237,17 +237,16 @@ class _FreeOrder:
             self.bound = max(0.0, min(result.bound / STEP, self.cost))
             self.report()
         starts: list[tuple[float, int, list[int]]] = []
-        for order in (base, *orders):
+        for *_, order in sorted(rough)[:STARTS]:
             if not self.done():
                 found = self.anneal(order, FIRST_MOVES, WARM)
                 starts.append((found.cost, len(starts), found.best or found.last))
-        if rough and not self.done():
-            in_base = rough[0][0]
-            order = min(rough)[2]
-            if order is not base:
+        # The most promising order first, then the base order if it may still be better.
+        ranked = sorted(rough)[:1] + [r for r in rough[:1] if r is not min(rough)]
+        for first, _, order in ranked:
+            if not self.done() and first * HOPE <= self.cost:
                 self.solve_in_order(order, SHARE)
-            if not self.done() and in_base * HOPE <= self.cost:
-                self.solve_in_order(base, SHARE)
+        logger.debug("orders solved: %.5f, %.1f s", self.cost, self.elapsed())
         self.polish([s for *_, s in sorted(starts)])
         if self.closed():
             return "optimal"
@@ -274,8 +273,24 @@ class _FreeOrder:
             self.offer(order)
         return found
 
-    def static(self, order: list[int]) -> int:
-        return static_floor(reorder(self.graph, order)).bytes
+    def roughly(self, order: list[int]) -> float:
+        """The cost of a first schedule with base order `order`, which is offered."""
+        graph = reorder(self.graph, order)
+        if static_floor(graph).bytes > self.budget:
+            return float("inf")
+        problem = preprocess(graph)
+        found = anneal(
+            to_arrays(problem),
+            range(problem.n),
+            self.room,
+            iterations=FIRST_MOVES,
+            seed=self.options.seed,
+            stop=self.over,
+        )
+        if found.best is not None:
+            executions = problem.expand(found.best)
+            self.offer(list(restore(Schedule(executions), order).executions))
+        return found.cost
 
     def solve_in_order(self, order: list[int], share: float) -> None:
         """Solve the graph with base order `order` in a share of the time left."""
