@@ -4,7 +4,7 @@ As the loss is first computed, all its ancestors have run and none of its descen
 What a descendant reads of the ancestors' results is then in memory or is computed again later,
 and what is in memory fits the budget. Nothing else is asked of the schedule, so the bound holds
 whatever the order; and it is one small MIP. Any operation may play the part of the loss; the
-one that the most bytes have to bypass is taken.
+one is taken at which the most bytes are wanted: those that bypass it, and its own.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from optckpt.graph import TrainingGraph
 from optckpt.solvers.ancestry import Ancestry, members
@@ -19,6 +20,8 @@ from optckpt.solvers.engine import MipModel, Solve
 from optckpt.solvers.preprocess import Problem, memory_unit, preprocess
 
 STEP = 1000.0
+
+Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -33,17 +36,33 @@ class LossCut:
     """Its descendants, and the end of the step: they have not."""
 
 
-def find_loss(graph: TrainingGraph) -> LossCut | None:
-    """The operation that the most bytes have to bypass; None if no buffer bypasses any."""
-    ancestry = Ancestry.of(graph)
+def bytes_at(graph: TrainingGraph, ancestry: Ancestry) -> tuple[Floats, Floats]:
+    """Per operation, bytes that bypass it in every order, and bytes that it needs beside them.
+
+    The former pass from its ancestors to its descendants or to the end of the step; the latter
+    are its other inputs, its outputs and its workspace.
+    """
     bypassing = np.zeros(len(graph.operations))
+    own = np.array([float(op.workspace) for op in graph.operations])
     for b, buffer in enumerate(graph.buffers):
-        mask = ancestry.bypassed(graph, b)
-        if mask and buffer.size:
-            bypassing += float(buffer.size) * ancestry.spread(mask)
+        if buffer.size:
+            mask = ancestry.bypassed(graph, b)
+            if mask:
+                bypassing += float(buffer.size) * ancestry.spread(mask)
+            own[graph.producer[b]] += buffer.size
+            for r in graph.readers[b]:
+                if not mask >> r & 1:
+                    own[r] += buffer.size
+    return bypassing, own
+
+
+def find_loss(graph: TrainingGraph) -> LossCut | None:
+    """The operation at which the most bytes are wanted; None if no buffer bypasses any."""
+    ancestry = Ancestry.of(graph)
+    bypassing, own = bytes_at(graph, ancestry)
     if not bypassing.any():
         return None
-    loss = int(np.argmax(bypassing))
+    loss = int(np.argmax(np.where(bypassing > 0, bypassing + own, 0.0)))
     return LossCut(
         loss,
         frozenset(members(ancestry.before[loss])),

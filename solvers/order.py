@@ -25,6 +25,7 @@ from optckpt.solvers.decode import drop_dead
 from optckpt.solvers.floor import any_order_floor, static_floor
 from optckpt.solvers.local_search import anneal, to_arrays
 from optckpt.solvers.loss_cut import STEP, start_loss_cut
+from optckpt.solvers.order_cuts import start_order_cuts
 from optckpt.solvers.order_search import MIX, PEAK, OrderArrays, anneal_order, to_order_arrays
 from optckpt.solvers.order_sequence import Annealed, anneal_sequence
 from optckpt.solvers.preprocess import Problem, preprocess
@@ -40,6 +41,8 @@ HEATS = ((PEAK, 0.1), (PEAK, 0.001), (MIX, 0.001), (MIX, 0.0003))
 """What orders are annealed for, and from which temperature."""
 FIRST_MOVES = 20_000
 """Moves per candidate of the annealing that ranks it."""
+CUTS = 3
+"""Cuts of the second bound; more take long and hardly raise it."""
 STARTS = 2
 """Orders from which orders and re-executions are annealed together."""
 POLISH_MOVES = 100_000
@@ -107,18 +110,15 @@ def free_order(
     if any_order_floor(graph).bytes > budget:
         return search.solution("infeasible")
     engine.warm_up()
-    bounding = start_loss_cut(
-        graph, budget, time_limit=max(0.1, options.time_limit / 4), gap=options.gap / 4
-    )
     try:
-        status = search.run(bounding)
+        status = search.run()
     except KeyboardInterrupt:
         if search.best is None:
             raise
         status = "feasible"
     finally:
-        if bounding is not None:
-            bounding.cancel()
+        if search.bounding is not None:
+            search.bounding.cancel()
     return search.solution(status)
 
 
@@ -141,6 +141,8 @@ class _FreeOrder:
     seconds_first: float | None = None
     tries: int = 0
     interrupted: bool = False
+    bounding: engine.Solve | None = None
+    """What is being solved for a bound meanwhile."""
 
     @cached_property
     def problem(self) -> Problem:
@@ -218,7 +220,29 @@ class _FreeOrder:
             self.offer(found.best)
         return found
 
-    def run(self, bounding: engine.Solve | None) -> Status:
+    def start_bound(self, start: Callable[..., engine.Solve | None], **more: int) -> None:
+        self.bounding = start(
+            self.graph,
+            self.budget,
+            time_limit=max(0.1, min(self.options.time_limit / 4, self.remaining())),
+            gap=self.options.gap / 4,
+            **more,
+        )
+
+    def raise_bound(self) -> bool:
+        """Wait for the bound that is being solved for; False if it proves that nothing fits."""
+        if self.bounding is None:
+            return True
+        result = self.bounding.result()
+        self.bounding = None
+        if result.status == "infeasible":
+            return False
+        self.bound = max(self.bound, min(result.bound / STEP, self.cost))
+        self.report()
+        return True
+
+    def run(self) -> Status:
+        self.start_bound(start_loss_cut)
         self.compile()
         if self.options.start is not None:
             self.offer(list(self.options.start.executions))
@@ -230,12 +254,10 @@ class _FreeOrder:
         for order in (base, *orders):
             if not self.done():
                 rough.append((self.roughly(order), len(rough), order))
-        if bounding is not None:
-            result = bounding.result()
-            if result.status == "infeasible":
-                return "infeasible"
-            self.bound = max(0.0, min(result.bound / STEP, self.cost))
-            self.report()
+        if not self.raise_bound():
+            return "infeasible"
+        if not self.done():
+            self.start_bound(start_order_cuts, most=CUTS)
         starts: list[tuple[float, int, list[int]]] = []
         for *_, order in sorted(rough)[:STARTS]:
             if not self.done():
@@ -247,6 +269,8 @@ class _FreeOrder:
             if not self.done() and first * HOPE <= self.cost:
                 self.solve_in_order(order, SHARE)
         logger.debug("orders solved: %.5f, %.1f s", self.cost, self.elapsed())
+        if not self.raise_bound():
+            return "infeasible"
         self.polish([s for *_, s in sorted(starts)])
         if self.closed():
             return "optimal"
