@@ -80,6 +80,7 @@ class _Builder:
 
     def __init__(self, graph: TrainingGraph, chain: Chain) -> None:
         self.graph, self.chain = graph, chain
+        self.sizes = [b.size for b in graph.buffers]
         self.count = len(chain)
         self.split = split = graph.first_backward
         self.bounds = [-1, *chain.boundaries, split - 1]
@@ -121,14 +122,17 @@ class _Builder:
 
     def again(self, k: int, wanted: Collection[int]) -> list[int]:
         """The operations of stage k that lead from its input to `wanted`."""
-        outside = bytearray(self.background)
-        for b in self.at_cut(k):
-            outside[b] = 1
-        return sorted(missing_operations(self.graph, wanted, outside))
+        at_cut = self.at_cut(k)
+        for b in at_cut:
+            self.background[b] = 1
+        found = missing_operations(self.graph, wanted, self.background)
+        for b in at_cut:
+            self.background[b] = 0
+        return sorted(found)
 
     def stage(self, k: int) -> Stage:
         last = k == self.count - 1
-        sizes = [b.size for b in self.graph.buffers]
+        sizes = self.sizes
         before, after, extras = self.at_cut(k), self.at_cut(k + 1), self.extras[k]
         held = sum(sizes[b] for b in before)
         behind = self.live[self.starts[k]]
@@ -182,7 +186,7 @@ class _Builder:
                 if not background[b]:
                     last[b] = max(step, last.get(b, -1))
             written.update(op.writes)
-        sizes = [b.size for b in graph.buffers]
+        sizes = self.sizes
         live = sum(sizes[b] for b in last if b not in written)
         peak = 0
         for step, o in enumerate(executions):

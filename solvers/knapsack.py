@@ -157,7 +157,7 @@ class _Sweep:
         self.graph, self.budget, self.deadline = graph, budget, deadline
         self.relevant = set(relevant_operations(graph))
         self.longest = 0.0
-        """Seconds that the slowest minimum cut took."""
+        """Seconds that the slowest ratio took."""
         self.peaks: dict[frozenset[int], int] = {}
         """Lowest peak by saved buffers."""
 
@@ -202,14 +202,14 @@ class _Sweep:
         started = time.monotonic()
         again = self.relevant - filled.chosen(ratio)
         kept = frozenset(saved_buffers(self.graph, again))
+        schedules = []
+        if kept not in self.peaks:
+            schedules = [schedule_from_kept(self.graph, kept, "retained")]
+            transient = schedule_from_kept(self.graph, kept, "transient")
+            if transient not in schedules:
+                schedules.append(transient)
+            self.peaks[kept] = min(simulate(self.graph, s).peak for s in schedules)
         self.longest = max(self.longest, time.monotonic() - started)
-        if kept in self.peaks:
-            return [], self.peaks[kept]
-        schedules = [schedule_from_kept(self.graph, kept, "retained")]
-        transient = schedule_from_kept(self.graph, kept, "transient")
-        if transient not in schedules:
-            schedules.append(transient)
-        self.peaks[kept] = min(simulate(self.graph, s).peak for s in schedules)
         return schedules, self.peaks[kept]
 
 

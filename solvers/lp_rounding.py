@@ -32,7 +32,9 @@ from optckpt.solvers.recompute import best_of, missing_operations, relevant_oper
 from optckpt.solvers.registry import SolveOptions
 
 STAGES = (8, 20)
-"""Stages of the backward pass. More make the program exact, fewer leave rounding less to spoil."""
+"""Stages of the backward pass: more make the program exact, fewer leave rounding less to spoil.
+
+One for every backward operation is tried as well if that is not too much."""
 MIN_STAGES = 4
 MAX_SIZE = 10_000
 """Stages times operations that may be executed again."""
@@ -144,7 +146,9 @@ def lp_rounding(graph: TrainingGraph, budget: int | None, options: SolveOptions)
         if budget is None or peak <= budget:
             return
         again = relevant_operations(graph)
-        largest = MAX_SIZE // max(1, len(again))
+        if not again:
+            return
+        largest = MAX_SIZE // len(again)
         if largest < MIN_STAGES:
             raise OptckptError(
                 f"strategy 'lp_rounding' is for graphs of at most {MAX_SIZE // MIN_STAGES} "
@@ -152,7 +156,11 @@ def lp_rounding(graph: TrainingGraph, budget: int | None, options: SolveOptions)
                 "'optimal' or 'knapsack'"
             )
         problem = preprocess(graph, merge=False)
-        for most in sorted({min(k, largest) for k in STAGES}):
+        counts = {min(k, largest) for k in STAGES}
+        n_backward = len(graph.operations) - graph.first_backward
+        if 4 * n_backward <= largest:
+            counts.add(n_backward)
+        for most in sorted(counts):
             stages = backward_stages(graph, again, most)
             # No program has a solution at `low` bytes; at the plain peak, each has one.
             low, high = graph.resident, peak

@@ -27,7 +27,11 @@ from optckpt.solvers.registry import Progress, SolveOptions
 
 MAX_OPERATIONS = 60
 SWEEPS = 2
+TRIES = 4
+"""Solutions a few bytes above the budget are followed by another try with less memory."""
 STEP = 1000.0
+ROOM_BITS = 14
+"""The budget in a memory row is a number of so many bits at most, before the point."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +70,12 @@ class Checkmate:
         again: Collection[int] | None = None,
     ) -> None:
         self.graph = graph
-        self.room = budget - graph.resident
+        room = budget - graph.resident
+        # Solvers allow for absolute errors; with a power of two nothing is rounded.
+        scale = 2.0 ** max(0, room.bit_length() - ROOM_BITS)
+        self.room = room / scale
+        self.size = [b.size / scale for b in graph.buffers]
+        self.workspace = [op.workspace / scale for op in graph.operations]
         self.model = MipModel()
         self.sweeps = sweeps
         self.plain = graph.seconds or 1.0
@@ -123,29 +132,29 @@ class Checkmate:
     def add_memory(self, r: int) -> None:
         graph, run = self.graph, self.run[r]
         model = self.model
-        size = [b.size for b in graph.buffers]
-        held: dict[int, float] = {c: float(size[t]) for t, c in self.hold[r].items()}
+        size = self.size
+        held = {c: size[t] for t, c in self.hold[r].items()}
         before = model.add_column(upper=float("inf"), integer=False)
         model.add_row({**held, before: -1.0}, lower=0.0, upper=0.0)
         for i, column in run.items():
             op = graph.operations[i]
             written = sum(size[t] for t in op.writes)
-            during = {before: 1.0, column: float(written + op.workspace)}
+            during = {before: 1.0, column: written + self.workspace[i]}
             after = model.add_column(upper=float("inf"), integer=False)
-            balance = {before: 1.0, column: float(written), after: -1.0}
+            balance = {before: 1.0, column: written, after: -1.0}
             taken: dict[int, float] = {}
             for t in dict.fromkeys((*op.reads, *op.writes)):
                 free = self.add_free(r, i, t)
-                balance[free] = -float(size[t])
+                balance[free] = -size[t]
                 if t in op.inplace and op.writes and size[t] == size[op.writes[0]]:
                     take = model.add_column()
                     model.add_row({free: 1.0, take: -1.0}, lower=0.0)
                     taken[take] = 1.0
-                    during[take] = -float(size[t])
+                    during[take] = -size[t]
             model.add_row(balance, lower=0.0, upper=0.0)
             if len(taken) > 1:
                 model.add_row(taken, upper=1.0)
-            model.add_row(during, upper=float(self.room))
+            model.add_row(during, upper=self.room)
             before = after
 
     def add_free(self, r: int, i: int, t: int) -> int:
@@ -191,27 +200,31 @@ def milp(graph: TrainingGraph, budget: int | None, options: SolveOptions) -> Sol
         seconds = time.monotonic() - started
         certificate = Certificate("milp", "optimal", 0.0, 0.0, seconds, seconds, "any order")
         return Solution(base, certificate)
-    checkmate = Checkmate(graph, budget, sweeps_by_operation(n, SWEEPS))
-    result = solve_mip(
-        checkmate.model,
-        time_limit=max(0.1, options.time_limit - (time.monotonic() - started)),
-        gap=options.gap / 2 * STEP,
-        seed=options.seed,
-    )
-    bound = max(0.0, result.bound / STEP) if result.status != "infeasible" else 0.0
-    schedule = None if result.values is None else checkmate.schedule(result.values)
-    overhead = None
-    if schedule is not None:
-        simulation = simulate(graph, schedule)
-        overhead = simulation.overhead
-        if simulation.peak > budget:
-            raise OptckptError(
-                f"strategy 'milp' met the budget of {budget} bytes only within the solver's "
-                f"tolerance (peak {simulation.peak}); use strategy 'optimal'"
-            )
+    room, bound = budget, 0.0
+    schedule, overhead = None, None
+    for k in range(TRIES):
+        checkmate = Checkmate(graph, room, sweeps_by_operation(n, SWEEPS))
+        result = solve_mip(
+            checkmate.model,
+            time_limit=max(0.1, options.time_limit - (time.monotonic() - started)),
+            gap=options.gap / 2 * STEP,
+            seed=options.seed,
+        )
+        if room == budget:
+            # What is solved for less memory bounds nothing.
+            infeasible = result.status == "infeasible"
+            bound = 0.0 if infeasible else max(0.0, result.bound / STEP)
+        if result.values is None:
+            break
+        simulation = simulate(graph, checkmate.schedule(result.values))
+        if simulation.peak <= budget:
+            schedule, overhead = checkmate.schedule(result.values), simulation.overhead
+            break
+        # The engine's tolerance on whole numbers is worth some bytes.
+        room -= max(2 * (simulation.peak - budget), (budget - graph.resident) >> (22 - 2 * k))
     seconds = time.monotonic() - started
     status: Status
-    if result.status == "infeasible":
+    if infeasible:
         status = "infeasible"
     elif overhead is None:
         status = "stopped"

@@ -109,7 +109,7 @@ def test_the_program_bounds_the_formulation_with_integers(seed: int, share: floa
 
 
 @pytest.mark.parametrize(
-    "graph", [synthetic.resnet(2, 3), synthetic.unet(2)], ids=["resnet", "unet"]
+    "graph", [synthetic.resnet(2, 2), synthetic.unet(2)], ids=["resnet", "unet"]
 )
 def test_cheaper_than_segments_where_the_budget_is_not_low(graph: TrainingGraph) -> None:
     budget = between(graph, 0.6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -86,6 +87,19 @@ def test_a_second_sweep_finds_more(n_ops: int, seed: int, monkeypatch: pytest.Mo
     monkeypatch.setattr(milp, "SWEEPS", 1)
     one = solve(graph, budget, "milp", EXACT).certificate
     assert one.cost is None or one.cost > two.cost + 1e-3
+
+
+@pytest.mark.parametrize("size", [1 << 20, 1 << 30, 3 << 33])
+def test_large_sizes_are_no_different(size: int) -> None:
+    for make in (partial(chain, 5), partial(residual_chain, 1)):
+        costs = []
+        for s in (1 << 10, size):
+            graph = make(s)
+            low, high = static_floor(graph).bytes, simulate(graph, Schedule.base(graph)).peak
+            certificate = solve(graph, low + (high - low) * 11 // 20, "milp", EXACT).certificate
+            assert certificate.status == "optimal"
+            costs.append(certificate.cost)
+        assert costs[0] == pytest.approx(costs[1], abs=3e-6)
 
 
 def test_refuses_large_graphs() -> None:
