@@ -35,7 +35,7 @@ logger = logging.getLogger("optckpt.solvers.engine")
 
 Engine = Literal["highs", "scip"]
 INFINITY = float("inf")
-GRACE = 1.0
+GRACE = 0.5
 """Seconds beyond its time limit after which a solver is killed."""
 
 

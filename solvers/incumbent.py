@@ -136,7 +136,8 @@ class Incumbent:
         if self.problem.n <= LARGE:
             self.improve(self.base, FIRST_TRIES[0], hot=3.0)
         self.offer_heuristics()
-        self.offer_blocks()
+        if self.remaining() > 0:
+            self.offer_blocks()
         for iterations in FIRST_TRIES[1:]:
             if not self.found:
                 self.improve(self.base, iterations, hot=3.0)
@@ -149,7 +150,8 @@ class Incumbent:
         if self.ruled:
             return
         self.ruled = True
-        limited = replace(self.options, time_limit=HEURISTIC_SECONDS, progress=None)
+        seconds = min(HEURISTIC_SECONDS, max(0.0, self.remaining() / 4))
+        limited = replace(self.options, time_limit=seconds, progress=None)
         for strategy in (sqrt_n, griewank, chen_greedy, speed):
             with contextlib.suppress(OptckptError):
                 solution = strategy(self.graph, self.budget + self.graph.resident, limited)
@@ -166,7 +168,7 @@ class Incumbent:
         if forward_end is None:
             return
         program = block_dp.block_program(self.problem, forward_end)
-        if program is None:
+        if program is None or self.remaining() <= 0:
             return
         sequences = program.sequences(self.budget)
         for sequence in sequences:

@@ -243,6 +243,8 @@ class _Search:
             and self.add_cuts(sequence)
         ):
             relaxation = build(self.problem, self.cuts, self.budget)
+            if self.incumbent.remaining() <= 0:
+                break
             run = engine.Solve(
                 relaxation.model, time_limit=max(0.1, self.incumbent.remaining()), relax=True
             )
