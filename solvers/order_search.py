@@ -319,9 +319,11 @@ def _anneal_order(  # type: ignore[no-untyped-def]
     return best, best_value, order
 
 
-PEAK = (1.0, 0.0, 0.0, 0.05)
+Weights = tuple[float, float, float, float]
+
+PEAK: Weights = (1.0, 0.0, 0.0, 0.05)
 """Weights for the peak of the plain step."""
-MIX = (1.0, 1.0, 0.5, 0.05)
+MIX: Weights = (1.0, 1.0, 0.5, 0.05)
 """Weights for the peak of the plain step and for what no rematerialisation can remove."""
 
 
@@ -330,7 +332,7 @@ def anneal_order(
     order: Sequence[int],
     budget: int,
     *,
-    weights: tuple[float, float, float, float],
+    weights: Weights,
     moves: int,
     hot: float = 3e-3,
     cold: float = 1e-6,
@@ -353,7 +355,7 @@ def anneal_order(
     if n == 0:
         return [], 0.0
     flat = arrays.flat()
-    parts = max(1, moves // 100_000)
+    parts = 1 + moves * n // 200_000_000
     ratio = (cold / hot) ** (1.0 / parts)
     best, best_value = start, float("inf")
     for k in range(parts):

@@ -473,14 +473,14 @@ def anneal_sequence(
         enough: end as soon as a sequence that fits is at most this expensive.
         stop: asked a few times a second; ends the annealing early.
     """
-    parts = max(1, moves // 25_000)
+    parts = 1 + max(moves // 25_000, moves * len(sequence) // 20_000_000)
     last = np.asarray(sequence, np.int64)
     best: list[int] | None = None
     flat = arrays.flat()
     ratio = (cold / hot) ** (1.0 / parts)
     price /= max(1, len(arrays.cost))
     # Short runs have to make up their minds sooner.
-    rate = max(3e-4, 8.0 / moves)
+    rate = min(0.5, max(3e-4, 8.0 / moves))
     for k in range(parts):
         start = hot * ratio**k
         found, cost, last, price = interruptible(

@@ -82,7 +82,7 @@ def test_impossible_orders_are_refused() -> None:
         reorder(graph, list(reversed(range(len(graph.operations)))))
 
 
-@settings(derandomize=True, deadline=None, max_examples=40)
+@settings(derandomize=True, deadline=None, max_examples=30)
 @given(seed=st.integers(0, 10**6), share=st.floats(0, 1), again=st.sampled_from([0.0, 0.5, 1.0]))
 def test_between_the_bound_and_the_fixed_order(seed: int, share: float, again: float) -> None:
     rng = random.Random(seed)
@@ -91,7 +91,7 @@ def test_between_the_bound_and_the_fixed_order(seed: int, share: float, again: f
     found = [cheapest(reorder(graph, order), budget) for order in all_orders(graph)]
     costs = [f[0] / graph.seconds for f in found if f is not None]
     bound = loss_cut_bound(graph, budget)
-    free = solve(graph, budget, options=SolveOptions(time_limit=2, order="free"))
+    free = solve(graph, budget, options=SolveOptions(time_limit=1, order="free"))
     certificate = free.certificate
     assert certificate.valid_for == "any order"
     if not costs:
