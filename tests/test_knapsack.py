@@ -149,9 +149,9 @@ def test_what_is_saved_does_not_bound_the_peak() -> None:
 
 def test_the_time_limit_ends_it() -> None:
     graph = synthetic.resnet(3, 60)
-    started = time.monotonic()
+    started = time.process_time()
     judged(graph, between(graph, 0.2), "knapsack", time_limit=0.3)
-    assert time.monotonic() - started < 0.3 + 2
+    assert time.process_time() - started < 0.3 + 2
 
 
 def test_ample_memory_costs_nothing() -> None:
