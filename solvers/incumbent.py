@@ -147,10 +147,10 @@ class Incumbent:
 
         They know low peaks on chains that annealing does not find.
         """
-        if self.ruled:
+        if self.ruled or self.remaining() <= 0:
             return
         self.ruled = True
-        seconds = min(HEURISTIC_SECONDS, max(0.0, self.remaining() / 4))
+        seconds = min(HEURISTIC_SECONDS, max(0.01, self.remaining() / 4))
         limited = replace(self.options, time_limit=seconds, progress=None)
         for strategy in (sqrt_n, griewank, chen_greedy, speed):
             with contextlib.suppress(OptckptError):

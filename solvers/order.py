@@ -48,6 +48,8 @@ HEATS = ((PEAK, 0.1), (PEAK, 0.001), (MIX, 0.001), (MIX, 0.0003))
 """What orders are annealed for, and from which temperature."""
 FIRST_MOVES = 20_000
 """Moves per candidate of the annealing that ranks it."""
+LEAST = 0.5
+"""Seconds below which no order is solved any more."""
 CUTS = 3
 """Cuts of the second bound; more take long and hardly raise it."""
 STARTS = 2
@@ -258,11 +260,11 @@ class _FreeOrder:
         if self.options.start is not None:
             self.offer(list(self.options.start.executions))
         base = list(range(self.problem.n))
+        rough = [(self.roughly(base), 0, base)]
         orders = self.orders(base)
         if self.closed():
             return "optimal"
-        rough: list[tuple[float, int, list[int]]] = []
-        for order in (base, *orders):
+        for order in orders:
             if not self.done():
                 rough.append((self.roughly(order), len(rough), order))
         if not self.raise_bound():
@@ -331,13 +333,15 @@ class _FreeOrder:
         return found.cost
 
     def solve_in_order(self, order: list[int], share: float) -> None:
-        """Solve the graph with base order `order` in a share of the time left."""
+        """Solve the graph with base order `order` in a share of the time left, if that is enough."""
+        before = self.remaining()
+        if before < LEAST:
+            return
         graph = reorder(self.graph, order)
         start = None
         if self.best is not None and list(dict.fromkeys(self.best)) == order:
             place = {o: k for k, o in enumerate(order)}
             start = Schedule(tuple(place[o] for o in self.best))
-        before = self.remaining()
         solution, self.interrupted = self.in_order(
             graph,
             self.budget,
@@ -346,7 +350,7 @@ class _FreeOrder:
                 order="fixed",
                 # Its bound proves nothing here; its schedule is what counts.
                 gap=self.options.gap / 4,
-                time_limit=max(0.1, share * before),
+                time_limit=share * before,
                 start=start,
                 progress=self.relay if self.options.progress is not None else None,
             ),
