@@ -66,3 +66,15 @@ def tighten(
         ranked = sorted((-b, o) for b, o, f in zip(use, sequence, original, strict=True) if f)
         fresh = [o for _, o in ranked if o not in cuts][:NEW_CUTS]
     return Tightening(tuple(fresh), tuple(rows))
+
+
+def behind_the_peak(problem: Problem) -> set[int]:
+    """Cuts at the plain step's peak and at distances 1, 4, 16, ... behind it."""
+    use = profile(problem, range(problem.n))
+    peak = max(range(problem.n), key=lambda i: use[i])
+    cuts = {peak}
+    distance = 1
+    while peak + distance < problem.n:
+        cuts.add(peak + distance)
+        distance *= 4
+    return cuts

@@ -22,7 +22,7 @@ from optckpt.schedule import Certificate, Schedule, Solution, Status
 from optckpt.simulate import simulate
 from optckpt.solvers import engine
 from optckpt.solvers.brute_force import cheapest
-from optckpt.solvers.cut_choice import tighten
+from optckpt.solvers.cut_choice import behind_the_peak, tighten
 from optckpt.solvers.decode import decode
 from optckpt.solvers.floor import static_floor
 from optckpt.solvers.incumbent import LARGE, Incumbent
@@ -154,14 +154,15 @@ class _Search:
             self.incumbent.offer_heuristics()
         if not self.first_bound():
             return "infeasible"
-        sequence = self.linear_rounds()
+        sequence, solve_first = self.linear_rounds()
         while True:
             if self.closed():
                 return "optimal"
             if self.bound == float("inf"):
                 return "infeasible"
-            if not self.add_cuts(sequence):
+            if not solve_first and not self.add_cuts(sequence):
                 return self.exhausted()
+            solve_first = False
             if self.incumbent.remaining() <= 0:
                 break
             choice = self.solve_round()
@@ -228,52 +229,66 @@ class _Search:
             k += 1
         return self.out_of_time()
 
-    def linear_rounds(self) -> list[int]:
+    def linear_rounds(self) -> tuple[list[int], bool]:
         """Choose the first cuts by linear relaxations, which take a hundredth of the time.
 
         More cuts raise the linear value up to a point, then lower it a little. Returns the decoded
-        solution of the highest value, whose cuts remain.
+        solution of the highest value, whose cuts remain, and whether these cuts are worth a
+        solution in integers before there are more of them.
         """
         sequence = best = self.incumbent.base
         best_value, best_cuts, stalled = 0.0, set(self.cuts), 0
-        while (
-            stalled < LINEAR_PATIENCE
-            and not self.closed()
-            and self.incumbent.remaining() > 0
-            and self.add_cuts(sequence)
-        ):
-            relaxation = build(self.problem, self.cuts, self.budget)
-            if self.incumbent.remaining() <= 0:
-                break
-            run = engine.Solve(
-                relaxation.model, time_limit=max(0.1, self.incumbent.remaining()), relax=True
-            )
-            try:
-                self.incumbent.improve(
-                    self.incumbent.best or self.incumbent.base, LINEAR_EFFORT, hot=1.0
-                )
-                result = run.result()
-            finally:
-                run.cancel()
-            logger.debug(
-                "%d cuts, linear: %s, bound %.5f, incumbent %.5f, %.1f s",
-                len(self.cuts), result.status, result.bound / STEP, self.incumbent.cost,
-                self.incumbent.elapsed(),
-            )  # fmt: skip
-            if result.status == "infeasible" or result.values is not None:
-                self.raise_bound(result.bound / STEP)
-            if result.values is None:
-                return sequence
-            sequence = decode(self.problem, read_choice(relaxation, result.values))
+        while stalled < LINEAR_PATIENCE and not self.closed() and self.add_cuts(sequence):
+            found = self.solve_linear()
+            if found is None:
+                return sequence, False
+            value, sequence, columns = found
             stalled += 1
-            if result.bound > best_value * (1 + LINEAR_GAIN):
-                best, best_value, best_cuts, stalled = sequence, result.bound, set(self.cuts), 0
-            if len(relaxation.model.cost) > LINEAR_COLUMNS:
+            if value > best_value * (1 + LINEAR_GAIN):
+                best, best_value, best_cuts, stalled = sequence, value, set(self.cuts), 0
+            if columns > LINEAR_COLUMNS:
                 break
-        self.cuts = best_cuts
         self.moments.clear()
+        behind = False
+        if not self.closed():
+            # On chains of blocks no violation shows that the stretch behind the peak matters.
+            self.cuts = behind_the_peak(self.problem)
+            found = self.solve_linear()
+            if found is not None and found[0] > best_value:
+                best, best_cuts, behind = found[1], set(self.cuts), True
+        self.cuts = best_cuts
         self.incumbent.improve(best, self.effort, hot=1.0)
-        return best
+        return best, behind
+
+    def solve_linear(self) -> tuple[float, list[int], int] | None:
+        """Solve the linear relaxation for the current cuts, annealing meanwhile; raises the bound.
+
+        Returns its value, its solution decoded, and its number of columns. None if it is
+        infeasible, or if the time is over.
+        """
+        relaxation = build(self.problem, self.cuts, self.budget)
+        if self.incumbent.remaining() <= 0:
+            return None
+        run = engine.Solve(
+            relaxation.model, time_limit=max(0.1, self.incumbent.remaining()), relax=True
+        )
+        try:
+            warm = self.incumbent.best or self.incumbent.base
+            self.incumbent.improve(warm, LINEAR_EFFORT, hot=1.0)
+            result = run.result()
+        finally:
+            run.cancel()
+        logger.debug(
+            "%d cuts, linear: %s, bound %.5f, incumbent %.5f, %.1f s",
+            len(self.cuts), result.status, result.bound / STEP, self.incumbent.cost,
+            self.incumbent.elapsed(),
+        )  # fmt: skip
+        if result.status == "infeasible" or result.values is not None:
+            self.raise_bound(result.bound / STEP)
+        if result.values is None:
+            return None
+        sequence = decode(self.problem, read_choice(relaxation, result.values))
+        return result.bound, sequence, len(relaxation.model.cost)
 
     def solve_round(self) -> Choice | None:
         """Solve the relaxation for the current cuts, annealing meanwhile.

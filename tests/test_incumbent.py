@@ -1,0 +1,79 @@
+"""The best schedule so far: what is taken, what is not, and that chains are known at once."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from optckpt.frontends.synthetic import chain, resnet
+from optckpt.graph import TrainingGraph
+from optckpt.schedule import Schedule
+from optckpt.simulate import simulate
+from optckpt.solvers.floor import static_floor
+from optckpt.solvers.heuristics import sqrt_n
+from optckpt.solvers.incumbent import Incumbent
+from optckpt.solvers.preprocess import preprocess
+from optckpt.solvers.registry import SolveOptions
+
+
+def incumbent(graph: TrainingGraph, share: float, reports: list[float]) -> Incumbent:
+    low = static_floor(graph).bytes
+    high = simulate(graph, Schedule.base(graph)).peak
+    budget = round(low + share * (high - low)) - graph.resident
+    made: Incumbent
+
+    def report() -> None:
+        reports.append(made.cost)
+
+    made = Incumbent(graph, preprocess(graph), budget, SolveOptions(), time.monotonic(), report)
+    return made
+
+
+def test_takes_what_fits_and_is_cheaper() -> None:
+    reports: list[float] = []
+    found = incumbent(resnet(2, 4), 0.5, reports)
+    assert not found.offer(found.base)
+    assert found.schedule() is None
+    found.first_schedules()
+    assert found.found
+    assert found.seconds_first is not None
+    assert reports == sorted(reports, reverse=True)
+    schedule = found.schedule()
+    assert schedule is not None
+    result = simulate(found.graph, schedule)
+    assert result.peak <= found.budget + found.graph.resident
+    assert result.overhead == pytest.approx(found.cost)
+    assert found.best is None or not found.offer(found.best)
+
+
+def test_schedules_of_operations_become_sequences() -> None:
+    reports: list[float] = []
+    graph = resnet(2, 6)
+    found = incumbent(graph, 0.6, reports)
+    rule = sqrt_n(graph, None, SolveOptions()).schedule
+    assert rule is not None
+    result = simulate(graph, rule)
+    if result.peak > found.budget + graph.resident:
+        pytest.skip("the rule does not fit")
+    found.offer_schedule(rule)
+    assert found.found
+    assert found.cost <= result.overhead + 1e-12
+
+
+@pytest.mark.parametrize("graph", [resnet(3, 6), chain(60)])
+def test_chains_at_low_budgets_have_a_schedule_at_once(graph: TrainingGraph) -> None:
+    found = incumbent(graph, 0.1, [])
+    found.offer_blocks()
+    assert found.found
+
+
+def test_spare_time_is_put_aside() -> None:
+    found = incumbent(resnet(2, 6), 0.5, [])
+    found.first_schedules()
+    before = found.cost
+    turns = iter([True, True, False, False])
+    found.improve_while(lambda: next(turns, False), seed=1)
+    assert found.cost == before
+    found.take_spare()
+    assert found.cost <= before
