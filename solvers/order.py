@@ -279,7 +279,8 @@ class _FreeOrder:
         # The most promising order first, then the base order if it may still be better.
         ranked = sorted(rough)[:1] + [r for r in rough[:1] if r is not min(rough)]
         for first, _, order in ranked:
-            if not self.done() and first * HOPE <= self.cost:
+            # No rough schedule says nothing about the order.
+            if not self.done() and (first == float("inf") or first * HOPE <= self.cost):
                 self.solve_in_order(order, SHARE)
         logger.debug("orders solved: %.5f, %.1f s", self.cost, self.elapsed())
         if not self.raise_bound():
@@ -333,7 +334,7 @@ class _FreeOrder:
         return found.cost
 
     def solve_in_order(self, order: list[int], share: float) -> None:
-        """Solve the graph with base order `order` in a share of the time left, if that is enough."""
+        """Solve the graph with base order `order` in a share of the time left."""
         before = self.remaining()
         if before < LEAST:
             return
@@ -349,7 +350,7 @@ class _FreeOrder:
                 self.options,
                 order="fixed",
                 # Its bound proves nothing here; its schedule is what counts.
-                gap=self.options.gap / 4,
+                gap=self.options.gap / 2,
                 time_limit=share * before,
                 start=start,
                 progress=self.relay if self.options.progress is not None else None,
