@@ -15,7 +15,7 @@ from optckpt.errors import BudgetError, OptckptError
 from optckpt.graph import TrainingGraph
 from optckpt.schedule import Schedule
 from optckpt.simulate import Simulation, simulate
-from optckpt.solvers.floor import static_floor
+from optckpt.solvers.floor import proven_floor
 from optckpt.solvers.registry import SolveOptions, Strategy, solve
 
 _ANY_GAP = 1e9
@@ -103,8 +103,8 @@ def floor(
     end = time.monotonic() + options.time_limit
     base = Schedule.base(graph)
     best, schedule = simulate(graph, base), base
-    proven = static_floor(graph).bytes
-    valid_for = "base order"
+    proven = proven_floor(graph, options.order).bytes
+    valid_for = "base order" if options.order == "fixed" else "any order"
     quick = replace(options, time_limit=min(1.0, options.time_limit / 10), progress=None)
     for name in _DIVES:
         try:
@@ -227,8 +227,9 @@ def least_memory(
 ) -> FrontierPoint:
     """The lowest peak found for at most `max_overhead` extra time (fraction of the plain step).
 
-    By bisection over the budget, between budgets that are proven to cost more and one that does
-    not; `options.time_limit` is for the whole search. The point's budget is its peak.
+    By bisection over the budget, between budgets for which none was found that cheap, and one for
+    which one was; that there is none for the former is not proven. `options.time_limit` is for the
+    whole search. The point's budget is its peak.
 
     Raises:
         BudgetError: if `max_overhead` is negative or no number.
@@ -239,7 +240,7 @@ def least_memory(
     end = time.monotonic() + options.time_limit
     base = Schedule.base(graph)
     known = [(simulate(graph, base), base)]
-    low = static_floor(graph).bytes - 1
+    low = proven_floor(graph, options.order).bytes - 1
     step = max(1, (known[0][0].peak - graph.resident) // _OVERHEAD_RESOLUTION)
     best = _point(known[0][0].peak, known, (0.0, "any order"))
     while best.peak - step > low:

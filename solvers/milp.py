@@ -9,7 +9,7 @@ of schedules; it is not all of them: now and then it pays to execute an operatio
 what it wrote, and go back to an operation before it without a base operation in between, and
 that takes a second sweep.
 
-It shares no formulation with `optimal` and serves to check it.
+The MIP shares no formulation with `optimal` and serves to check it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from optckpt.graph import TrainingGraph
 from optckpt.schedule import Certificate, Schedule, Solution, Status
 from optckpt.simulate import simulate
 from optckpt.solvers.engine import MipModel, solve_mip
+from optckpt.solvers.floor import static_floor
+from optckpt.solvers.loss_cut import loss_cut_bound
 from optckpt.solvers.registry import Progress, SolveOptions
 
 MAX_OPERATIONS = 60
@@ -180,8 +182,9 @@ class Checkmate:
 def milp(graph: TrainingGraph, budget: int | None, options: SolveOptions) -> Solution:
     """The cheapest schedule with at most two sweeps between base operations, by one MIP.
 
-    Returns status "optimal", "infeasible", "feasible" or "stopped"; bound and infeasibility
-    hold for that class of schedules.
+    Bound and "optimal" hold for that class of schedules. That none of the class fits proves
+    nothing about others: the status is "infeasible" only if the static floor or the loss cut
+    proves it, else "stopped", with the loss cut's bound for any order.
 
     Raises:
         OptckptError: if the graph has more than MAX_OPERATIONS operations.
@@ -200,6 +203,9 @@ def milp(graph: TrainingGraph, budget: int | None, options: SolveOptions) -> Sol
         seconds = time.monotonic() - started
         certificate = Certificate("milp", "optimal", 0.0, 0.0, seconds, seconds, "any order")
         return Solution(base, certificate)
+    if static_floor(graph).bytes > budget:
+        seconds = time.monotonic() - started
+        return Solution(None, Certificate("milp", "infeasible", None, 0.0, seconds, None))
     room, bound = budget, 0.0
     schedule, overhead = None, None
     for k in range(TRIES):
@@ -212,8 +218,8 @@ def milp(graph: TrainingGraph, budget: int | None, options: SolveOptions) -> Sol
         )
         if room == budget:
             # What is solved for less memory bounds nothing.
-            infeasible = result.status == "infeasible"
-            bound = 0.0 if infeasible else max(0.0, result.bound / STEP)
+            none_of_class = result.status == "infeasible"
+            bound = 0.0 if none_of_class else max(0.0, result.bound / STEP)
         if result.values is None:
             break
         simulation = simulate(graph, checkmate.schedule(result.values))
@@ -222,15 +228,19 @@ def milp(graph: TrainingGraph, budget: int | None, options: SolveOptions) -> Sol
             break
         # The engine's tolerance on whole numbers is worth some bytes.
         room -= max(2 * (simulation.peak - budget), (budget - graph.resident) >> (22 - 2 * k))
-    seconds = time.monotonic() - started
     status: Status
-    if infeasible:
-        status = "infeasible"
+    if none_of_class:
+        left = options.time_limit - (time.monotonic() - started)
+        any_order = loss_cut_bound(graph, budget, time_limit=max(0.1, left))
+        proven = any_order == float("inf")
+        status = "infeasible" if proven else "stopped"
+        bound, covers = 0.0 if proven else any_order, "any order"
     elif overhead is None:
         status = "stopped"
     else:
         bound = min(bound, overhead)
         status = "optimal" if overhead - bound <= max(options.gap, 1e-6) else "feasible"
+    seconds = time.monotonic() - started
     if options.progress is not None:
         options.progress(Progress(seconds, overhead, bound))
     return Solution(

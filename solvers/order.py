@@ -112,8 +112,10 @@ def free_order(
     """The cheapest schedule found, in any order, within `budget` bytes (resident included).
 
     The certificate's bound holds for any order; "optimal" means that it is met within
-    `options.gap`, "infeasible" that it is proven that no order helps. Never dearer than what
-    `in_order` finds for the base order in its share of the time.
+    `options.gap`, "infeasible" that it is proven that no order helps. `in_order` solves the
+    order in which a rough search came off cheapest, and the base order; neither if that search was
+    far dearer there than what is known by then, or time is over. So the schedule may be dearer
+    than what `in_order` alone would find for the base order.
 
     Raises:
         KeyboardInterrupt: if interrupted before a fitting schedule was found.

@@ -8,7 +8,7 @@ of A_i alone,
 
     keep[i,t]   t is in memory while c_i first runs;
     comp[i,o]   o runs in stage i, which is once more than it had to;
-    again[i,o]  o runs in some stage >= i
+    again[i,o]  o runs in some stage >= i, once more than it had to
 
 satisfy in every schedule of every order
 - keep[i,t] + comp[i,o] >= 1 if o writes t and an operation of D_i and A_{i+1} reads it: that one
@@ -102,8 +102,10 @@ class _Builder:
                 readers = p.base_readers[t]
                 if not p.repeatable[o] and any(r in cut.after for r in readers):
                     held.add(t)
-                # Who is no ancestor may still need it, on whichever side of the cut.
-                if any(r not in cut.before and r != cut.operation for r in readers):
+                # Who is no ancestor may still need it, on whichever side of the cut; so may the
+                # cut's operation if it is executed again.
+                again = p.repeatable[cut.operation]
+                if any(r not in cut.before and (again or r != cut.operation) for r in readers):
                     stack.append(t)
         seen = set(stack)
         while stack:

@@ -72,7 +72,8 @@ def relevant(problem: Problem, cut: int) -> tuple[list[int], list[int]]:
     """Buffers computed before base operation `cut` that something from it on may read.
 
     Returns those buffers, and the operations before the cut whose re-execution after it can
-    be of use, both ascending.
+    be of use to a base operation behind it or to a re-execution of any operation, both
+    ascending.
     """
     buffers: set[int] = set()
     operations: set[int] = set()
@@ -80,8 +81,8 @@ def relevant(problem: Problem, cut: int) -> tuple[list[int], list[int]]:
     for t, p in enumerate(problem.producer):
         if p < cut and problem.size[t] and problem.last_reader(t) >= cut:
             buffers.add(t)
-            # What is read by the cut itself alone is in memory there and needed no more.
-            if problem.last_reader(t) > cut:
+            # What the cut alone still reads is wanted on only if the cut is executed again.
+            if problem.last_reader(t) > cut or (cut < problem.n and problem.repeatable[cut]):
                 stack.append(t)
     seen = set(stack)
     while stack:
@@ -313,7 +314,7 @@ def build(
     for cut, o in sorted(moments):
         grouped.setdefault(cut, []).append(o)
     unit = memory_unit(problem, budget)
-    blocks = {} if grouped else joined(problem, unit)
+    blocks = {} if grouped else joined(problem)
     builder = _Builder(problem, tuple(cuts), budget, unit, grouped, blocks)
     for i in range(len(cuts)):
         builder.add_columns(i)

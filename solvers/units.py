@@ -26,14 +26,15 @@ from __future__ import annotations
 from optckpt.solvers.preprocess import Problem
 
 
-def joined(problem: Problem, unit: int = 1) -> dict[int, int]:
+def joined(problem: Problem) -> dict[int, int]:
     """For each operation that is executed again only together with its reader: the reader.
 
-    Sizes are compared in whole `unit`s of bytes, as a relaxation sees them. O(edges).
+    Sizes are compared in bytes, whatever a relaxation rounds them to: what is moved must be no
+    larger, and then every row that is weaker than its bytes still holds. O(edges).
     """
     p = problem
-    size = [s // unit for s in p.size]
-    inputs = [{t for t in p.reads[o] if size[t]} for o in range(p.n)]
+    size = p.size
+    inputs = [set(p.reads[o]) for o in range(p.n)]
     """What an operation reads together with those joined to it."""
     found: dict[int, int] = {}
     for q in range(p.n):
@@ -47,7 +48,7 @@ def joined(problem: Problem, unit: int = 1) -> dict[int, int]:
                 p.repeatable[o]
                 and p.base_readers[b] == (q,)
                 and size[b] >= written
-                and not any(size[t] for t in p.writes[o] if t != b)
+                and p.writes[o] == (b,)
                 and (len(own) == 1 or sum(size[t] for t in inputs[o]) <= size[b])
             ):
                 found[o] = q

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from optckpt.errors import BudgetError
 from optckpt.frontends import synthetic
-from optckpt.graph import TrainingGraph
+from optckpt.graph import Buffer, Operation, TrainingGraph
 from optckpt.schedule import Schedule
 from optckpt.simulate import simulate
 from optckpt.solvers.brute_force import cheapest
-from optckpt.solvers.floor import static_floor
+from optckpt.solvers.floor import any_order_floor, static_floor
 from optckpt.solvers.frontier import floor, frontier, least_memory
 from optckpt.solvers.registry import SolveOptions
 
@@ -112,6 +112,26 @@ def test_least_memory_is_that_of_brute_force(seed: int, share: float) -> None:
     below = found.peak - max(1, (plain - graph.resident) // 200)
     best = cheapest(graph, below)
     assert best is None or simulate(graph, best[1]).overhead > share
+
+
+def test_other_orders_are_looked_for_below_the_floor_of_the_base_order() -> None:
+    # In base order both large buffers are in memory at once.
+    operations = (
+        Operation("a", "op", 1.0, (), (0,), repeatable=False),
+        Operation("b", "op", 1.0, (), (1,), repeatable=False),
+        Operation("read a", "op", 1.0, (0,), (2,), repeatable=False),
+        Operation("read b", "op", 1.0, (1,), (3,), repeatable=False),
+    )
+    buffers = (Buffer("a", 10), Buffer("b", 10), Buffer("x", 1), Buffer("y", 1))
+    graph = TrainingGraph(operations, buffers, (2, 3))
+    free = replace(OPTIONS, time_limit=4, order="free")
+    assert static_floor(graph).bytes == 21
+    assert any_order_floor(graph).bytes == 11
+    found = floor(graph, free)
+    assert (found.bound, found.peak, found.valid_for) == (11, 12, "any order")
+    assert floor(graph, OPTIONS).peak == 21
+    assert frontier(graph, 3, free).points[0].peak == 12
+    assert least_memory(graph, 0.5, free).peak == 12
 
 
 @pytest.mark.parametrize("wrong", [-0.1, float("nan")])

@@ -37,8 +37,10 @@ def test_agrees_with_exhaustive_search(seed: int, share: float, n_ops: int) -> N
     solution = solve(graph, budget, "milp", EXACT)
     truth = cheapest(graph, budget)
     if truth is None:
-        assert solution.certificate.status == "infeasible"
+        assert solution.schedule is None
+        assert solution.certificate.status in ("infeasible", "stopped")
         return
+    assert solution.certificate.status != "infeasible"
     assert solution.schedule is not None
     assert solution.certificate.status == "optimal"
     result = simulate(graph, solution.schedule)
@@ -87,6 +89,15 @@ def test_a_second_sweep_finds_more(n_ops: int, seed: int, monkeypatch: pytest.Mo
     monkeypatch.setattr(milp, "SWEEPS", 1)
     one = solve(graph, budget, "milp", EXACT).certificate
     assert one.cost is None or one.cost > two.cost + 1e-3
+    # A class of schedules that holds none that fits proves nothing about the others.
+    assert one.status == ("optimal" if one.cost is not None else "stopped")
+    assert one.cost is not None or one.bound <= truth[0] / graph.seconds + 1e-9
+
+
+def test_infeasible_is_what_is_proven_for_all_schedules() -> None:
+    graph = residual_chain(1)
+    floor = static_floor(graph).bytes
+    assert solve(graph, floor - 1, "milp", EXACT).certificate.status == "infeasible"
 
 
 @pytest.mark.parametrize("size", [1 << 20, 1 << 30, 3 << 33])

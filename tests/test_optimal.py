@@ -10,6 +10,8 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_stage_cuts import two_readings
+from test_units import normalised_chain
 
 from optckpt.frontends.synthetic import chain, random_graph, residual_chain
 from optckpt.graph import TrainingGraph
@@ -17,6 +19,7 @@ from optckpt.schedule import Schedule
 from optckpt.simulate import simulate
 from optckpt.solvers.brute_force import cheapest
 from optckpt.solvers.floor import static_floor
+from optckpt.solvers.incumbent import Incumbent
 from optckpt.solvers.registry import Progress, SolveOptions, solve
 
 EXACT = SolveOptions(time_limit=20, gap=0.0)
@@ -58,6 +61,30 @@ def test_agrees_with_exhaustive_search(seed: int, share: float, again: float) ->
     assert certificate.cost == pytest.approx(result.overhead)
     assert certificate.bound <= truth[0] / graph.seconds + 1e-9
     assert certificate.bound <= certificate.cost
+
+
+@pytest.mark.parametrize("budget", [13, 14])
+def test_a_cut_that_runs_again_does_not_close_the_gap(
+    budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Annealing would find the optimum of such a small graph, and that caps a wrong bound.
+    monkeypatch.setattr(Incumbent, "first_schedules", lambda self: None)
+    monkeypatch.setattr(Incumbent, "improve", lambda *args, **kwargs: None)
+    monkeypatch.setattr(Incumbent, "improve_while", lambda *args, **kwargs: None)
+    graph = two_readings()
+    truth = cheapest(graph, budget)
+    assert truth is not None
+    certificate = solve(graph, budget, "optimal", EXACT).certificate
+    assert certificate.status == "optimal"
+    assert certificate.cost == pytest.approx(truth[0] / graph.seconds, abs=2e-6)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.6])
+def test_a_few_bytes_beside_large_buffers_are_no_obstacle(share: float) -> None:
+    graph = normalised_chain(8, 64 << 20)
+    budget = int(share * simulate(graph, Schedule.base(graph)).peak)
+    certificate = solve(graph, budget, "optimal", EXACT).certificate
+    assert certificate.status == "optimal"
 
 
 @pytest.mark.parametrize("graph", [chain(12), residual_chain(6), random_graph(3, 30)])
