@@ -259,6 +259,7 @@ def _plan_and_rewrite(
                 allocator=allocator_of(found),
                 plain_graph=found.plain(graph),
                 max_overhead=max_overhead,
+                reorder=settings.solver.order == "auto",
             )
         )
     else:

@@ -210,7 +210,13 @@ def _plan(
     begin = time.perf_counter()
     try:
         plan = make_plan(
-            graph, limit, name, options, margin=settings.memory.margin, allocator=allocator
+            graph,
+            limit,
+            name,
+            options,
+            margin=settings.memory.margin,
+            allocator=allocator,
+            reorder=settings.solver.order == "auto",
         )
     except InfeasibleBudgetError as e:
         return _no_plan(name, "infeasible", str(e), begin), None
@@ -339,15 +345,18 @@ def _same(plain: Path, other: Path) -> tuple[bool, float]:
 
 
 def _with_gaps(rows: Sequence[Row], plans: Mapping[str, Plan]) -> list[Row]:
-    """Rows with the distance to the best bound proven for what they fit into, in base order."""
+    """Rows with the distance to the best bound proven for what they fit into."""
 
-    def best_bound(target: int) -> float:
+    def best_bound(plan: Plan, target: int) -> float:
+        covering = ("any order", "base order") if plan.schedule.in_base_order else ("any order",)
         # A bound for a larger target holds for a smaller one, not the other way round.
         return max(
             (
                 p.certificate.bound
                 for p in plans.values()
-                if p.target is not None and p.target >= target
+                if p.target is not None
+                and p.target >= target
+                and p.certificate.valid_for in covering
             ),
             default=0.0,
         )
@@ -356,7 +365,7 @@ def _with_gaps(rows: Sequence[Row], plans: Mapping[str, Plan]) -> list[Row]:
     for row in rows:
         plan = plans.get(row.strategy)
         if plan is not None and plan.target is not None and plan.live_peak <= plan.target:
-            row = replace(row, gap=max(0.0, plan.overhead - best_bound(plan.target)))
+            row = replace(row, gap=max(0.0, plan.overhead - best_bound(plan, plan.target)))
         done.append(row)
     return done
 

@@ -157,11 +157,12 @@ class SolverConfig(Section):
     threads: int = Field(
         default=0, ge=0, description="Solver threads; 0: as many as the machine has, at most 8."
     )
-    order: registry.Order = Field(
-        default="fixed",
+    order: Literal["auto", "fixed", "free"] = Field(
+        default="auto",
         description=(
             "fixed: keep the order of the operations as TensorFlow made it; free: change it where "
-            "dependencies allow and memory gains. For the strategy optimal."
+            "dependencies allow and memory gains; auto: keep it unless that costs time, or more "
+            "bytes than there are. For the strategy optimal."
         ),
     )
 
@@ -282,7 +283,7 @@ class Config(Section):
             gap=self.solver.gap,
             seed=self.solver.seed,
             threads=self.solver.threads,
-            order=self.solver.order,
+            order="free" if self.solver.order == "free" else "fixed",
         )
 
 

@@ -15,7 +15,7 @@ from optckpt.schedule import Certificate, Plan, Schedule, Solution
 from optckpt.simulate import simulate
 from optckpt.solvers.floor import Floor, proven_floor
 from optckpt.solvers.frontier import least_memory
-from optckpt.solvers.registry import SolveOptions, Strategy, solve
+from optckpt.solvers.registry import Order, SolveOptions, Strategy, solve
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,7 @@ def make_plan(
     allocator: Allocator | None = None,
     plain_graph: TrainingGraph | None = None,
     max_overhead: float | None = None,
+    reorder: bool = False,
 ) -> Plan:
     """Plan `graph` under `budget` (peak bytes, resident included; None: no limit).
 
@@ -45,6 +46,9 @@ def make_plan(
     `plain_graph` is the step before any rewriting, if that is another graph (with the same
     operations): the plain peak is its peak.
 
+    With `reorder`, strategy "optimal" may change the order of the operations where keeping it costs
+    time, or more bytes as reported than the budget; the order is kept unless that pays.
+
     The plan may exceed the budget if the strategy is a heuristic; its certificate then says
     "over-budget", and `check_fits` raises.
 
@@ -57,10 +61,14 @@ def make_plan(
     plain = _judge(graph, Schedule.base(graph), allocator)
     peak = plain.reported if plain_graph is None else plain_peak(plain_graph, allocator)
     limit = None if budget is None else Budget.parse(budget).resolve(peak)
-    floor = proven_floor(graph, (options or SolveOptions()).order)
+    options = options or SolveOptions()
+    order = options.order
+    floor = proven_floor(graph, order)
     started = time.perf_counter()
     if max_overhead is None:
-        target, solution = _solve(graph, limit, strategy, options, margin, allocator, plain, floor)
+        target, solution, order = _solve(
+            graph, limit, strategy, options, margin, allocator, plain, reorder
+        )
     else:
         target, solution = _solve_for_price(graph, max_overhead, strategy, options)
     cert = replace(solution.certificate, seconds=time.perf_counter() - started)
@@ -76,6 +84,7 @@ def make_plan(
             f"{setter}; {format_bytes(graph.resident)} of it are resident)"
         )
         if cert.status == "infeasible":
+            lowest = proven_floor(graph, "free").bytes
             raise InfeasibleBudgetError(
                 f"no schedule fits the budget of {format_bytes(limit)} ({limit} bytes): "
                 + (
@@ -83,7 +92,13 @@ def make_plan(
                     if limit < floor.bytes
                     else f"proven by the solver in {cert.seconds:.1f} s; {low}"
                 )
-                + "; raise the budget or reduce the batch size",
+                + "; raise the budget or reduce the batch size"
+                + (
+                    ", or try solver.order: free (every order needs at least "
+                    f"{format_bytes(lowest)})"
+                    if order == "fixed" and lowest <= limit
+                    else ""
+                ),
                 floor=floor.bytes,
             )
         raise BudgetError(
@@ -100,7 +115,7 @@ def make_plan(
         plain_peak=peak,
         predicted_peak=judged.reported,
         live_peak=judged.live,
-        floor=floor.bytes,
+        floor=proven_floor(graph, order).bytes,
         overhead=judged.overhead,
         schedule=solution.schedule,
         certificate=cert,
@@ -145,40 +160,46 @@ def _solve(
     graph: TrainingGraph,
     limit: int | None,
     strategy: str | Strategy,
-    options: SolveOptions | None,
+    options: SolveOptions,
     margin: float,
     allocator: Allocator | None,
     plain: _Judged,
-    floor: Floor,
-) -> tuple[int | None, Solution]:
-    """The bytes solved for, and the solution."""
-    options = options or SolveOptions()
+    reorder: bool,
+) -> tuple[int | None, Solution, Order]:
+    """The bytes solved for, the solution, and whether the base order was kept."""
+    fixed = options.order
+    floor = proven_floor(graph, fixed)
     if limit is None or plain.reported <= limit or limit < floor.bytes:
-        return limit, solve(graph, limit, strategy, options)
-    if allocator is None:
-        allowed = limit - int(margin * limit)
-        solution = solve(graph, allowed, strategy, options)
-        if solution.certificate.status in ("optimal", "feasible"):
-            return allowed, solution
-        return limit, solve(graph, limit, strategy, options)
-    best = _adjusted(graph, limit, strategy, options, margin, allocator, floor)
+        return limit, solve(graph, limit, strategy, options), fixed
+    reorder = reorder and strategy == "optimal" and fixed == "fixed"
+    first = replace(options, time_limit=_FIXED_SHARE * options.time_limit) if reorder else options
+    best, spent = _adjusted(graph, limit, strategy, first, margin, allocator, floor)
+    order: Order = fixed
+    if reorder and (best is None or best.rank > (0, _CHEAP)):
+        second = replace(options, order="free", time_limit=options.time_limit - spent)
+        other, _ = _adjusted(
+            graph, limit, strategy, second, margin, allocator, proven_floor(graph, "free")
+        )
+        if other is not None and (
+            best is None or (other.excess, other.overhead + _WORTH_REORDERING) < best.rank
+        ):
+            best, order = other, "free"
     if best is None:
-        return limit, solve(graph, limit, strategy, options)
+        return limit, solve(graph, limit, strategy, options), fixed
     # Perhaps above the budget as reported; the live bytes are not.
     cert = best.solution.certificate
     if cert.status == "optimal" and cert.gap is not None and cert.gap > options.gap:
         cert = replace(cert, status="feasible")
-    return best.target, replace(best.solution, certificate=cert)
+    return best.target, replace(best.solution, certificate=cert), order
 
 
 def _solve_for_price(
     graph: TrainingGraph,
     max_overhead: float,
     strategy: str | Strategy,
-    options: SolveOptions | None,
+    options: SolveOptions,
 ) -> tuple[int, Solution]:
     """The lowest peak that costs at most `max_overhead`, and its schedule."""
-    options = options or SolveOptions()
     found = least_memory(graph, max_overhead, options, strategy=strategy)
     certificate = Certificate(
         strategy if isinstance(strategy, str) else getattr(strategy, "__name__", "custom"),
@@ -197,13 +218,13 @@ def _adjusted(
     strategy: str | Strategy,
     options: SolveOptions,
     margin: float,
-    allocator: Allocator,
+    allocator: Allocator | None,
     floor: Floor,
-) -> _Round | None:
+) -> tuple[_Round | None, float]:
     """The best of several rounds, between which the target follows what the allocator reports.
 
     How much is lost to chunks is a matter of the schedule: one more round at a slightly other
-    target may lose less. None if the first round found nothing.
+    target may lose less. None if the first round found nothing. Also returns the seconds spent.
     """
     spent = 0.0
     allowed = limit - int(margin * limit)
@@ -215,7 +236,8 @@ def _adjusted(
         left = options.time_limit - spent
         if target <= low or target in tried or (k and left < _LEAST * options.time_limit):
             break
-        tried.add(target)
+        if k:
+            tried.add(target)
         limited = replace(
             options,
             gap=options.gap if k else max(options.gap, _ROUGH_GAP),
@@ -243,10 +265,10 @@ def _adjusted(
         elif spare > _SPARE * limit and target < allowed:
             target = min(allowed, target + spare * 3 // 5)
         elif k == 0 and cert.gap is not None and cert.gap > options.gap:
-            target -= 1  # the same again, exactly
+            continue  # the same again, exactly
         else:
             break
-    return best
+    return best, spent
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,6 +285,12 @@ class _Round:
 
 
 _ROUNDS = 12
+_FIXED_SHARE = 0.6
+"""Share of the time limit for the base order where another one may be tried."""
+_CHEAP = 0.01
+"""Extra time below which no other order is tried."""
+_WORTH_REORDERING = 0.003
+"""Extra time that another order has to save."""
 _ROUGH_GAP = 0.02
 _ROUGH_SHARE, _SHARE = 0.15, 0.3
 """Share of the time limit for the first, rough round and for each of the others."""

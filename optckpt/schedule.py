@@ -43,6 +43,12 @@ class Schedule:
             yield op, count
             seen[op] = count + 1
 
+    @property
+    def in_base_order(self) -> bool:
+        """Whether the first executions of the operations follow the graph's order."""
+        first = [op for op, count in self.steps() if not count]
+        return first == sorted(first)
+
     @classmethod
     def base(cls, graph: TrainingGraph) -> Schedule:
         """The plain step: every operation once, in base order."""

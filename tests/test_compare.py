@@ -260,7 +260,7 @@ def fields_of(plan: Plan) -> dict:
 def with_bound(plan: Plan, bound: float):
     from dataclasses import replace
 
-    return replace(plan.certificate, bound=bound)
+    return replace(plan.certificate, bound=bound, valid_for="base order")
 
 
 def test_a_dead_process_says_what_it_died_of():

@@ -1,4 +1,5 @@
 import contextlib
+from dataclasses import replace
 
 import pytest
 
@@ -6,6 +7,7 @@ from optckpt.allocator import Allocator
 from optckpt.budget import Budget
 from optckpt.errors import BudgetError, InfeasibleBudgetError, OptckptError, OverBudgetError
 from optckpt.frontends import synthetic
+from optckpt.graph import Buffer, Operation, TrainingGraph
 from optckpt.planner import check_fits, make_plan
 from optckpt.schedule import Certificate, Schedule, Solution
 from optckpt.simulate import simulate
@@ -182,3 +184,46 @@ def test_max_overhead_and_a_budget_exclude_each_other():
         make_plan(graph, "50%", max_overhead=0.1)
     with pytest.raises(BudgetError, match="at least 0"):
         make_plan(graph, None, max_overhead=-1.0)
+
+
+def two_branches() -> TrainingGraph:
+    """Two large buffers, both made before either is used up."""
+    sizes = (10 * MIB, 10 * MIB, MIB, MIB, MIB)
+    operations = [
+        Operation("make_a", "op", 1.0, (), (0,)),
+        Operation("make_b", "op", 1.0, (), (1,)),
+        Operation("use_a", "op", 1.0, (0,), (2,), forward=False, repeatable=False),
+        Operation("use_b", "op", 1.0, (1,), (3,), forward=False, repeatable=False),
+        Operation("end", "op", 1.0, (2, 3), (4,), forward=False, repeatable=False),
+    ]
+    buffers = tuple(Buffer(f"b{i}", size) for i, size in enumerate(sizes))
+    return TrainingGraph(tuple(operations), buffers, (4,))
+
+
+@pytest.mark.parametrize("allocator", [None, Allocator()])
+def test_the_order_changes_where_that_saves_time_and_only_if_it_may(allocator):
+    graph = two_branches()
+    kept = make_plan(graph, 17 * MIB, allocator=allocator)
+    assert kept.overhead == pytest.approx(0.4)
+    assert kept.schedule.in_base_order
+    assert kept.floor == static_floor(graph).bytes
+    changed = make_plan(graph, 17 * MIB, allocator=allocator, reorder=True)
+    assert changed.overhead == 0.0
+    assert not changed.schedule.in_base_order
+    assert changed.live_peak <= changed.budget
+    assert changed.floor <= changed.live_peak
+    assert changed.certificate.valid_for == "any order"
+    plenty = make_plan(graph, 40 * MIB, allocator=allocator, reorder=True)
+    assert plenty.schedule == Schedule.base(graph)
+
+
+def test_a_budget_for_another_order_only_says_so():
+    graph = two_branches()
+    fixed = replace(
+        graph, operations=tuple(replace(op, repeatable=False) for op in graph.operations)
+    )
+    with pytest.raises(InfeasibleBudgetError, match=r"try solver\.order: free"):
+        make_plan(fixed, 15 * MIB)
+    with pytest.raises(InfeasibleBudgetError) as error:
+        make_plan(fixed, 5 * MIB)
+    assert "order: free" not in str(error.value)
