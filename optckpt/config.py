@@ -195,12 +195,12 @@ class MemoryConfig(Section):
     """What the memory model charges, and what is held back for what it cannot know."""
 
     margin: float = Field(
-        default=0.02,
+        default=0.03,
         ge=0,
         lt=1,
         description=(
             "Share of the budget held back for what the model of the device's allocator cannot "
-            "know (what the process did before): 0.02 plans for 98 % of it. Given up "
+            "know (what the process did before): 0.03 plans for 97 % of it. Given up "
             "where the budget would not be met otherwise."
         ),
     )
