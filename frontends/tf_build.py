@@ -379,10 +379,16 @@ class Build:
             count_from = 0 if on_gpu else CPU_COUNT_FROM
             built, internal, inside = graph(count_from)
             if count_from:
-                full, all_internal, all_inside = graph(0)
-                base = Schedule.base(full)
-                if 2 * simulate(built, base).peak < simulate(full, base).peak:
-                    count_from, built, internal, inside = 0, full, all_internal, all_inside
+                base = Schedule.base(built)
+                peak = simulate(built, base).peak
+                # What small blocks can add at most; mostly too little for a second graph.
+                small = sum(b.size for b in self._buffers) - sum(b.size for b in built.buffers)
+                small += sum(resident) + sum(self._small) - built.resident
+                small += max((unit.internal for unit in self._units), default=0)
+                if inside or small > peak:
+                    full, all_internal, all_inside = graph(0)
+                    if 2 * peak < simulate(full, base).peak:
+                        count_from, built, internal, inside = 0, full, all_internal, all_inside
         else:
             built, internal, inside = graph(count_from)
         log.debug(

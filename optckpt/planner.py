@@ -176,7 +176,8 @@ def _solve(
     best, spent = _adjusted(graph, limit, strategy, first, margin, allocator, floor)
     order: Order = fixed
     if reorder and (best is None or best.rank > (0, _CHEAP)):
-        second = replace(options, order="free", time_limit=options.time_limit - spent)
+        left = min(options.time_limit - spent, (1 - _FIXED_SHARE) * options.time_limit)
+        second = replace(options, order="free", time_limit=max(left, 0.1))
         other, _ = _adjusted(
             graph, limit, strategy, second, margin, allocator, proven_floor(graph, "free")
         )
