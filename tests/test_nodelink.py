@@ -236,7 +236,7 @@ def test_files_of_both_kinds(tmp_path, packed):
 @pytest.mark.parametrize(
     "content",
     [b"", b"{", b"[]", b"7", b"{}", b'{"a": 1}', b'{"format": "x"}', b"\xff\xfe", b"\x1f\x8bno",
-     gzip.compress(b"[1]", mtime=0), gzip.compress(b'{"nodes": []}')[:-4],
+     gzip.compress(b"[1]", mtime=0), gzip.compress(b'{"nodes": []}', mtime=0)[:-4],
      b"\x1f\x8b\x08" + bytes(40), b'{"nodes": ' + b"9" * 5000 + b"}", b"[" * 100_000],
 )  # fmt: skip
 def test_files_that_hold_no_graph(tmp_path, content):
