@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from optckpt.solvers.order_search import compiled
+from optckpt.solvers.compiling import compiled
 
 BLOCK = 32
 """Positions from one snapshot of the memory's contents to the next."""

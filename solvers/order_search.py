@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
+from optckpt.solvers.compiling import compiled, interruptible
 from optckpt.solvers.preprocess import Problem
 
 Ints = npt.NDArray[np.int64]
@@ -78,15 +78,6 @@ def _ragged(lists: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
     start = np.zeros(len(lists) + 1, np.int64)
     np.cumsum([len(x) for x in lists], out=start[1:])
     return start, np.array([v for x in lists for v in x], np.int64)
-
-
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile at the first call; keep the machine code on disk where there is a place for it."""
-    try:
-        compiled: Callable[..., Any] = numba.njit(cache=True)(function)
-    except RuntimeError:
-        compiled = numba.njit(function)
-    return compiled
 
 
 @compiled
@@ -369,17 +360,3 @@ def anneal_order(
         if stop():
             break
     return best.tolist(), best_value
-
-
-def interruptible(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call compiled code; an interrupt during it surfaces as KeyboardInterrupt."""
-    try:
-        return function(*arguments)
-    except SystemError as e:
-        # numba wraps it in a chain of these errors.
-        root: BaseException | None = e
-        while isinstance(root, SystemError):
-            root = root.__cause__
-        if isinstance(root, KeyboardInterrupt):
-            raise root from None
-        raise

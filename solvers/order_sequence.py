@@ -17,8 +17,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from optckpt.solvers.compiling import compiled, interruptible
 from optckpt.solvers.order_memory import BLOCK, contents, evaluate, excess_of, step_back
-from optckpt.solvers.order_search import OrderArrays, compiled, interruptible
+from optckpt.solvers.order_search import OrderArrays
 
 
 @compiled
