@@ -83,6 +83,8 @@ class MipResult:
     values: list[float] | None
     bound: float
     """Proven lower bound on the objective, solver tolerances already subtracted."""
+    duals: list[float] | None = None
+    """Of a linear program: the rows' dual values, as exact as the solver's arithmetic."""
 
 
 class _Worker:
@@ -235,7 +237,9 @@ class Solve:
         values = reply["values"]
         if values is None:
             return MipResult("unknown", None, bound)
-        return MipResult("optimal" if reply["optimal"] else "feasible", values, bound)
+        return MipResult(
+            "optimal" if reply["optimal"] else "feasible", values, bound, reply["duals"]
+        )
 
     def cancel(self) -> None:
         """End the solver; the worker is killed."""

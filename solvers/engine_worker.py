@@ -66,11 +66,17 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         found_values = [0.0] * n_cols
         for variable, value in found.items():
             found_values[variable.id] = value
+    found_duals: list[float] | None = None
+    if result.solutions and result.solutions[0].dual_solution is not None:
+        found_duals = [0.0] * len(request["row_lower"])
+        for row, value in result.solutions[0].dual_solution.dual_values.items():
+            found_duals[row.id] = value
     reason = result.termination.reason
     return {
         "optimal": reason == mathopt.TerminationReason.OPTIMAL,
         "infeasible": reason == mathopt.TerminationReason.INFEASIBLE,
         "values": found_values,
+        "duals": found_duals,
         "bound": result.termination.objective_bounds.dual_bound,
     }
 
