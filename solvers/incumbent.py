@@ -13,7 +13,7 @@ from optckpt.errors import OptckptError
 from optckpt.graph import TrainingGraph
 from optckpt.schedule import Schedule
 from optckpt.simulate import simulate
-from optckpt.solvers import block_dp
+from optckpt.solvers import block_dp, chain_bound
 from optckpt.solvers.heuristics import chen_greedy, griewank, speed, sqrt_n
 from optckpt.solvers.local_search import Arrays, anneal, to_arrays
 from optckpt.solvers.preprocess import Problem
@@ -94,6 +94,7 @@ class Incumbent:
         before = time.monotonic()
         anneal(self.arrays, self.base, self.budget, iterations=1)
         block_dp.prepare()
+        chain_bound.prepare()
         self.compiling = time.monotonic() - before
         if self.compiling > 1:
             logger.info("compiled the local search in %.1f s (once)", self.compiling)

@@ -22,6 +22,7 @@ from optckpt.schedule import Certificate, Schedule, Solution, Status
 from optckpt.simulate import simulate
 from optckpt.solvers import engine
 from optckpt.solvers.brute_force import cheapest
+from optckpt.solvers.chain_bound import chain_bound
 from optckpt.solvers.cut_choice import behind_the_peak, tighten
 from optckpt.solvers.decode import decode
 from optckpt.solvers.floor import static_floor
@@ -184,9 +185,9 @@ class _Search:
         return "feasible" if self.incumbent.found else "stopped"
 
     def first_bound(self) -> bool:
-        """A first schedule by annealing the plain step, and the loss cut meanwhile.
+        """First schedules and the bound for chains, and the loss cut meanwhile.
 
-        Returns False if the loss cut proves that no schedule fits.
+        Returns False if one of the bounds proves that no schedule fits.
         """
         run = start_loss_cut(
             self.graph,
@@ -196,6 +197,13 @@ class _Search:
         )
         try:
             self.incumbent.first_schedules()
+            if not self.closed():
+                chained = chain_bound(
+                    self.problem, self.budget, lambda: self.incumbent.remaining() > 0
+                )
+                if chained == float("inf"):
+                    return False
+                self.raise_bound(chained or 0.0)
             if run is None:
                 return True
             result = run.result()

@@ -1,0 +1,294 @@
+"""A bound for chains: the cheapest way to have the buffers of one path in memory when wanted.
+
+Take a path of repeatable operations, each reading what the one before it wrote. While the backward
+pass goes on, its operations want the buffers of the path, the last first. If nothing else is asked
+than that these buffers, with whatever else is certain to be in memory, fit at first executions, and
+that a buffer of the path that is not in memory is computed from the nearest one below it that is,
+then the least cost bounds the overhead of every schedule in base order. With sizes that do not
+grow along the path (where they do, they are lowered) some cheapest way drops no buffer before its
+last use, so that a dynamic program finds it. The proof is in docs/solver.md, section "Chain bound".
+
+The program is that of checkpointing by nested sweeps (Griewank & Walther, "Algorithm 799: Revolve",
+ACM TOMS 26, 2000; Beaumont et al., "Optimal checkpointing for heterogeneous chains", 2019).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from optckpt.solvers.compiling import compiled, interruptible
+from optckpt.solvers.preprocess import Problem
+
+CELLS = 40_000_000
+"""Values of the program at most, 4 bytes each."""
+WORK = 8_000_000_000
+"""Comparisons of the program at most: seconds."""
+TOGETHER = 8
+"""Ends of intervals that are treated in turn: they use the same values."""
+FINEST = 2000
+"""Memory levels at most, unless the sizes have no more than `EXACT` of their common divisor."""
+EXACT = 4000
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Elements 0, ..., n of a chain: 0 is its beginning, always there and without size.
+
+    They are wanted one after the other, n first. All arrays have n + 1 entries.
+    """
+
+    size: Ints
+    """Bytes; not increasing from element 1 on."""
+    cost: Floats
+    """Time from the beginning to each element; not decreasing."""
+    room: Ints
+    """Bytes for the elements up to it while it is wanted; that of element 0 means nothing."""
+    later: Ints
+    """Bytes for the elements below it between then and when the next one is wanted."""
+
+    def __len__(self) -> int:
+        return len(self.size) - 1
+
+
+def heaviest_path(problem: Problem) -> list[int]:
+    """Buffers, each read by the operation that writes the next, of most time in all.
+
+    All operations are repeatable. The last buffer is what the last operation writes and what is
+    read the latest. Empty if nothing is repeatable.
+    """
+    p = problem
+    total = [-1.0] * p.n
+    before = [-1] * p.n
+    for o in range(p.n):
+        if not p.repeatable[o]:
+            continue
+        total[o] = p.cost[o]
+        for t in p.reads[o]:
+            above = total[p.producer[t]]
+            if above >= 0.0 and above + p.cost[o] > total[o]:
+                total[o], before[o] = above + p.cost[o], t
+    ends = [o for o in range(p.n) if total[o] >= 0.0 and p.writes[o]]
+    if not ends:
+        return []
+    o = max(ends, key=lambda o: (total[o], o))
+    path = [max(p.writes[o], key=p.last_reader)]
+    while before[o] >= 0:
+        path.append(before[o])
+        o = p.producer[before[o]]
+    path.reverse()
+    return path
+
+
+def _certain(problem: Problem, path: Sequence[int]) -> list[int]:
+    """Bytes besides those of the path that are in memory while each position first executes."""
+    p = problem
+    on_path = set(path)
+    change = [0] * (p.n + 2)
+    for t, o in enumerate(p.producer):
+        if not p.repeatable[o] and p.last_reader(t) > o:
+            change[o + 1] += p.size[t]
+            change[p.last_reader(t) + 1] -= p.size[t]
+    certain: list[int] = []
+    live = 0
+    for q in range(p.n + 1):
+        live += change[q]
+        here = live + p.workspace[q] + sum(p.size[t] for t in p.writes[q])
+        here += sum(
+            p.size[t] for t in p.reads[q] if t not in on_path and p.repeatable[p.producer[t]]
+        )
+        if any(p.repeatable[p.producer[t]] or p.last_reader(t) <= q for t in p.takes[q]):
+            here -= p.size[p.writes[q][0]]
+        certain.append(here)
+    return certain
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A first execution behind the path, as far as the buffers of the path are concerned."""
+
+    top: int
+    """The last buffer of the path that is still of use, by its place on the path; -1 if none."""
+    wanted: bool
+    """Whether it is read."""
+    room: int
+    """Bytes for the buffers of the path."""
+
+
+def moments_of(problem: Problem, path: Sequence[int], budget: int) -> list[Moment]:
+    """The first executions behind the last operation of `path`, and the end, in base order."""
+    p = problem
+    moments: list[Moment] = []
+    certain = _certain(p, path)
+    top = len(path) - 1
+    for q in range(p.producer[path[-1]] + 1 if path else 0, p.n + 1):
+        while top >= 0 and p.last_reader(path[top]) < q:
+            top -= 1
+        moments.append(Moment(top, top >= 0 and path[top] in p.reads[q], budget - certain[q]))
+    return moments
+
+
+def chain_of(
+    size: Sequence[int], cost: Sequence[float], moments: Sequence[Moment], most: int
+) -> Chain | None:
+    """The chain of those buffers of a path that are wanted in `moments`; None if none is.
+
+    Args:
+        size: bytes per buffer of the path.
+        cost: per buffer the time of computing it from the one before it.
+        most: bytes that always suffice, for where nothing limits them.
+    """
+    room: dict[int, int] = {}
+    later: dict[int, int] = {}
+    lowest = -1
+    for moment in moments:
+        if moment.wanted:
+            lowest = moment.top
+            room[lowest] = min(moment.room, room.get(lowest, moment.room))
+        elif lowest >= 0:
+            later[lowest] = min(moment.room, later.get(lowest, moment.room))
+    if not room:
+        return None
+    wanted = sorted(room)
+    least = np.minimum.accumulate(size)
+    total = np.cumsum(cost)
+    return Chain(
+        np.array([0, *(least[k] for k in wanted)], np.int64),
+        np.array([0.0, *(total[k] for k in wanted)], np.float64),
+        np.array([0, *(room[k] for k in wanted)], np.int64),
+        np.array([0, *(later.get(k, most) for k in wanted)], np.int64),
+    )
+
+
+@compiled
+def _fill(low_j, high_j, n, levels, size, cost, room, later, value):  # type: ignore[no-untyped-def]
+    """Fill value[_row(i, j), h] for all i <= j and low_j <= j < high_j, given those for smaller j.
+
+    It is the least cost of having j, j - 1, ..., i + 1 when wanted, while h levels, element i's
+    among them, are held all along.
+    """
+    best = np.empty(levels + 1, np.float32)
+    for i in range(high_j - 1, -1, -1):
+        own = _row(i, 0, n)
+        # For several j in turn, while the rows of i are in the processor's cache.
+        for j in range(max(i, low_j), high_j):
+            if i == j:
+                for h in range(levels + 1):
+                    fits = j == 0 or (h <= room[j] and h - size[j] <= later[j])
+                    value[own + j, h] = 0.0 if fits else np.inf
+                continue
+            best[:] = np.inf
+            straight = np.float32(cost[j] - cost[i])
+            low = 0
+            for s in range(i + 1, j + 1):
+                # What follows costs `straight` and the part below s at least, which grows with s.
+                below = value[own + s - 1]
+                while low <= levels and below[low] + straight >= best[low]:
+                    low += 1
+                if low > levels:
+                    break
+                sweep = np.float32(cost[s] - cost[i])
+                above = value[_row(s, j, n), size[s] :]
+                for h in range(low, len(above)):
+                    total = sweep + below[h] + above[h]
+                    best[h] = total if total < best[h] else best[h]
+            for h in range(levels + 1):
+                value[own + j, h] = best[h]
+
+
+@compiled
+def _row(i, j, n):  # type: ignore[no-untyped-def]
+    return i * n - i * (i - 1) // 2 + j
+
+
+def least_cost(chain: Chain, proceed: Callable[[], bool] = lambda: True) -> float | None:
+    """A lower bound on what having every element when wanted costs beyond the first sweep.
+
+    Infinite if there is no way. `proceed` is asked now and then; None if it says no. In levels of
+    memory to which sizes are rounded down; then it is the least cost up to rounding errors.
+    O(n^3 levels) time at most, O(n^2 levels) memory.
+    """
+    chain = _thinned(chain)
+    n = len(chain)
+    unit = _unit(chain)
+    levels = max(0, int(chain.room[1:].max()) // unit)
+    size, room, later = chain.size // unit, chain.room // unit, chain.later // unit
+    value = np.empty(((n + 1) * (n + 2) // 2, levels + 1), np.float32)
+    for j in range(0, n + 1, TOGETHER):
+        if not proceed():
+            return None
+        until = min(j + TOGETHER, n + 1)
+        interruptible(_fill, j, until, n, levels, size, chain.cost, room, later, value)
+    found = float(value[n, 0])
+    # Three times per nesting, of which there are n at most, a value is rounded by 2^-24 of itself.
+    return max(0.0, found * (1.0 - (n + 2) * 2.0**-22) - float(chain.cost[-1]))
+
+
+def _unit(chain: Chain) -> int:
+    """Bytes per level, such that little is lost as sizes are rounded down to levels."""
+    sizes = chain.size[1:]
+    most = max(1, int(chain.room[1:].max()))
+    common = math.gcd(*(int(s) for s in sizes))
+    allowed = max(1, min(FINEST, _levels(len(chain))))
+    if most // common <= max(1, min(EXACT, _levels(len(chain)))):
+        return common
+    least = most // allowed + 1
+    candidates = {least}
+    for s in {int(s) for s in sizes}:
+        candidates.update(s // k for k in range(1, min(200, s // least) + 1))
+    return min(candidates, key=lambda u: (round(float((sizes % u).sum() / sizes.sum()), 3), -u))
+
+
+def _levels(n: int) -> int:
+    """Levels that n elements allow."""
+    return min(2 * CELLS // ((n + 1) * (n + 2)), 6 * WORK // (n + 1) ** 3)
+
+
+def _thinned(chain: Chain) -> Chain:
+    """`chain` with so many of its elements wanted, spread over the time, as can be afforded."""
+    most = len(chain)
+    while _levels(most) < 100:
+        most -= 1
+    if most == len(chain):
+        return chain
+    share = chain.cost / max(float(chain.cost[-1]), 1e-300) * most
+    chosen = {0: 0} | {math.ceil(x): k for k, x in enumerate(share) if k}
+    kept = sorted(chosen.values())
+    return Chain(chain.size[kept], chain.cost[kept], chain.room[kept], chain.later[kept])
+
+
+def chain_bound(
+    problem: Problem, budget: int, proceed: Callable[[], bool] = lambda: True
+) -> float | None:
+    """A lower bound on the overhead of schedules in base order within `budget` bytes.
+
+    Args:
+        budget: bytes, resident data subtracted.
+        proceed: asked now and then whether to go on.
+
+    Returns:
+        The bound as a fraction of the plain step; infinite if no schedule fits; None if the
+        problem has no chain, or if `proceed` said no.
+    """
+    p = problem
+    path = heaviest_path(p)
+    chain = chain_of(
+        [p.size[t] for t in path],
+        [p.cost[p.producer[t]] for t in path],
+        moments_of(p, path, budget),
+        budget,
+    )
+    return None if chain is None else least_cost(chain, proceed)
+
+
+def prepare() -> None:
+    """Have the compiled code ready: the first call after installation takes seconds."""
+    one = np.ones(2, np.int64)
+    least_cost(Chain(one, np.array([0.0, 1.0]), one, one))
