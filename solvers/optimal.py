@@ -21,10 +21,10 @@ from optckpt.graph import TrainingGraph
 from optckpt.schedule import Certificate, Schedule, Solution, Status
 from optckpt.simulate import simulate
 from optckpt.solvers import engine
-from optckpt.solvers.brute_force import cheapest
 from optckpt.solvers.chain_bound import chain_bound
 from optckpt.solvers.cut_choice import behind_the_peak, tighten
 from optckpt.solvers.decode import decode
+from optckpt.solvers.exact import Search, compile_search
 from optckpt.solvers.floor import static_floor
 from optckpt.solvers.incumbent import LARGE, Incumbent
 from optckpt.solvers.loss_cut import start_loss_cut
@@ -43,8 +43,10 @@ LINEAR_PATIENCE = 2
 """Rounds without progress after which integrality takes over."""
 LINEAR_COLUMNS = 4000
 """Columns beyond which another linear relaxation takes too long."""
-EXHAUSTIVE = 16
-"""Graphs with at most so many buffers are searched exhaustively if the cuts do not settle them."""
+EXACT_OPERATIONS = 400
+"""Graphs of at most so many operations are searched exactly beside the cuts."""
+EXACT_WORK = 8_000_000
+"""States times operations of the exact search before the first cuts; twice that a round."""
 LAST_TRIES = 6
 """Annealings from an incumbent that no cut can help to judge."""
 TOLERANCE = 1e-6
@@ -135,6 +137,10 @@ class _Search:
     def closed(self) -> bool:
         return self.incumbent.found and self.incumbent.cost - self.bound <= self.tolerance
 
+    @cached_property
+    def exact(self) -> Search:
+        return Search(self.problem, self.budget)
+
     def report(self) -> None:
         if self.options.progress is not None:
             cost = self.incumbent.cost if self.incumbent.found else None
@@ -148,6 +154,8 @@ class _Search:
 
     def run(self) -> Status:
         self.incumbent.compile()
+        if self.problem.n <= EXACT_OPERATIONS:
+            self.incumbent.compiling += compile_search()
         if self.options.start is not None:
             self.incumbent.offer_schedule(self.options.start)
         if self.problem.n > LARGE:
@@ -155,6 +163,9 @@ class _Search:
             self.incumbent.offer_heuristics()
         if not self.first_bound():
             return "infeasible"
+        status = self.search_exactly(EXACT_WORK)
+        if status is not None:
+            return status
         sequence, solve_first = self.linear_rounds()
         while True:
             if self.closed():
@@ -164,6 +175,9 @@ class _Search:
             if not solve_first and not self.add_cuts(sequence):
                 return self.exhausted()
             solve_first = False
+            status = self.search_exactly(2 * EXACT_WORK)
+            if status is not None:
+                return status
             if self.incumbent.remaining() <= 0:
                 break
             choice = self.solve_round()
@@ -220,22 +234,37 @@ class _Search:
         """What to do when every cut is made and the relaxed solution still does not fit.
 
         What is left is the memory of several re-executions between two base operations, which
-        the relaxation does not see. A tiny graph is searched exhaustively; otherwise only the
-        schedule can still improve.
+        the relaxation does not see, but the exact search does. Where that is too much for it,
+        only the schedule can still improve.
         """
-        if len(self.problem.size) <= EXHAUSTIVE:
-            found = cheapest(self.graph, self.budget + self.graph.resident)
-            if found is None:
-                return "infeasible"
-            self.bound = simulate(self.graph, found[1]).overhead
-            self.incumbent.offer_exact(found[1], self.bound)
-            return "optimal"
+        status = self.search_exactly()
+        if status is not None:
+            return status
         k = 0
         while self.incumbent.remaining() > 0 and (not self.incumbent.found or k < LAST_TRIES):
             warm = self.incumbent.best if k % 2 else None
             self.incumbent.improve(warm or self.incumbent.base, 100_000, hot=3.0)
             k += 1
         return self.out_of_time()
+
+    def search_exactly(self, work: int | None = None) -> Status | None:
+        """Go on with the exact search, for so many states times operations; None if that is open.
+
+        Its share is counted, not timed, so that what it finds does not depend on the machine.
+        """
+        if self.problem.n > EXACT_OPERATIONS or self.closed():
+            return None
+        self.exact.cutoff = self.incumbent.cost - self.tolerance / 2
+        outcome = self.exact.run(
+            lambda: self.incumbent.remaining() <= 0,
+            None if work is None else work // self.problem.n,
+        )
+        if outcome.finished and outcome.bound == float("inf"):
+            return "infeasible"
+        if outcome.sequence is not None:
+            self.incumbent.offer(outcome.sequence)
+        self.raise_bound(outcome.bound)
+        return "optimal" if self.closed() else None
 
     def linear_rounds(self) -> tuple[list[int], bool]:
         """Choose the first cuts by linear relaxations, which take a hundredth of the time.
