@@ -1,137 +1,474 @@
-"""Memory and price of a sequence of executions in any order, compiled by numba."""
+"""Memory of a sequence of executions in any order, and how a change of it changes that; compiled.
+
+A *line* is a sequence under change: numbered executions, of which number o is the first execution
+of operation o, larger numbers are re-executions. What a change of a stretch of it does to memory
+is found from the copies of the buffers that its executions touch; all other copies merely move
+along. That takes a pass of a few operations per position of the stretch, and no look at the rest.
+"""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
+import numpy.typing as npt
 
 from optckpt.solvers.compiling import compiled
+from optckpt.solvers.order_search import OrderArrays
 
-BLOCK = 32
-"""Positions from one snapshot of the memory's contents to the next."""
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+END = 1 << 40
+"""The position of the end of the step, behind all others."""
 
 
-@compiled
-def step_back(  # type: ignore[no-untyped-def]
-    o, again, live, wanted,
-    read_start, reads, write_start, writes, take_start, takes,
-    parent_start, parents, child_start, children, reader_start, readers,
-    workspace, cost, repeatable, size, producer,
-):  # fmt: skip
-    """Go back over one execution: bytes in memory during it (-1: it is a dead re-execution),
-    and before it. `wanted` tells which buffers somebody reads later on."""
-    if again:
-        useful = False
-        for k in range(write_start[o], write_start[o + 1]):
-            if wanted[writes[k]]:
-                useful = True
-        if not useful:
-            return -1, live
-    during = live + workspace[o]
-    for k in range(write_start[o], write_start[o + 1]):
-        t = writes[k]
-        if wanted[t]:
-            wanted[t] = False
-            live -= size[t]
-        else:
-            during += size[t]
-    gift = 0
-    for k in range(read_start[o], read_start[o + 1]):
-        t = reads[k]
-        if not wanted[t]:
-            wanted[t] = True
-            live += size[t]
-            during += size[t]
-            for j in range(take_start[o], take_start[o + 1]):
-                if takes[j] == t:
-                    gift = size[t]
-    return during - gift, live
+class Line(NamedTuple):
+    """A sequence of executions; arrays by position or by execution."""
+
+    at: Ints
+    """The execution at each position."""
+    place: Ints
+    """The position of each execution; -1 if it is not in the sequence."""
+    operation: Ints
+    """Of each execution."""
+    following: Ints
+    """The next execution of the same operation, in no order; -1 if there is none."""
+    use: Ints
+    """Bytes in memory during the execution at each position."""
+    live: Ints
+    """Bytes in memory behind it."""
+    dying: Ints
+    """How many inputs that could give their memory to its output die in each execution."""
+
+
+class Trial(NamedTuple):
+    """A line under a change: positions low..high take other executions, `longer` more."""
+
+    at: Ints
+    place: Ints
+    """New positions of executions that are, or were, within the change; -1: taken out."""
+    use: Ints
+    live: Ints
+    moved: Ints
+    """Executions that are put in, taken out or shifted against the others."""
+    stamp: Ints
+    """Of executions: the number of the trial in which they are among the moved."""
+    touched: Ints
+    """Buffers that the moved executions read or write."""
+    seen: Ints
+    """Of buffers: the number of the trial in which they are among the touched."""
+    begins: Ints
+    """Bytes of touched buffers whose copies begin to live at a position, before the change."""
+    ends: Ints
+    """Bytes of touched buffers whose copies live up to a position, before the change."""
+    new_begins: Ints
+    new_ends: Ints
+    corners: Ints
+    """Positions where these are not 0."""
+    new_corners: Ints
+    givers: Ints
+    """Executions in which fewer or more inputs die that could give."""
+    gives: Ints
+    """By how many the number changes, per execution."""
+    dead: Ints
+    """Re-executions that nobody needs any more."""
+    births: Ints
+    deaths: Ints
+    makers: Ints
+    users: Ints
+    """Scratch of `copies`."""
+
+
+def new_line(capacity: int) -> Line:
+    """An empty line with room for `capacity` executions."""
+    return Line(*(np.zeros(capacity, np.int64) for _ in Line._fields))
+
+
+def new_trial(arrays: OrderArrays, capacity: int) -> Trial:
+    """A trial for a line with room for `capacity` executions of `arrays`."""
+    buffers = len(arrays.size)
+    again = max(0, capacity - len(arrays.cost))
+    copies = buffers + again * int(np.diff(arrays.write_start).max(initial=0))
+    room = {"corners": 2 * copies, "new_corners": 2 * copies, "givers": 2 * copies, "dead": copies}
+    size = max(capacity, buffers)
+    return Trial(*(np.zeros(room.get(f, size), np.int64) for f in Trial._fields))
 
 
 @compiled
 def excess_of(during, budget):  # type: ignore[no-untyped-def]
-    """The excess of one step, 0.3 x + 0.1 sqrt(x) for x = bytes above the budget / budget: the
-    root makes the last small violations worth removing."""
-    if during <= budget:
-        return 0.0
+    """The excess of one position, 0.3 x + 0.1 sqrt(x) for x = bytes above the budget / budget:
+    the root makes the last small violations worth removing."""
     over = (during - budget) / budget
     return 0.3 * over + 0.1 * np.sqrt(over)
 
 
 @compiled
-def evaluate(  # type: ignore[no-untyped-def]
-    sequence, length, budget, first, use, wanted, snapshots, snapshot_live,
-    extra_before, excess_before,
-    read_start, reads, write_start, writes, take_start, takes,
-    parent_start, parents, child_start, children, reader_start, readers,
-    workspace, cost, repeatable, size, producer,
+def copies(  # type: ignore[no-untyped-def]
+    t, low, high, longer, producer, reader_start, readers, n, place, following, new_place,
+    births, deaths, makers, users,
 ):  # fmt: skip
-    """Evaluate a sequence without dead re-executions as a whole.
+    """The copies of buffer t in the order in which they are made; returns their number.
 
-    Fills first executions, bytes in use, a snapshot before every BLOCK-th position, and extra
-    time and excess of what is before it; returns extra time and excess of all.
+    Fills births and deaths (first and last positions), makers and users (the executions there;
+    the last user is -1 if none reads it, or if the step's end does). Positions are those after a
+    change of low..high by `longer`, which puts executions into `new_place` there.
     """
-    problem = (
-        read_start, reads, write_start, writes, take_start, takes,
-        parent_start, parents, child_start, children, reader_start, readers,
-        workspace, cost, repeatable, size, producer,
-    )  # fmt: skip
-    n = len(cost)
-    first[:n] = -1
-    for step in range(length):
-        if first[sequence[step]] < 0:
-            first[sequence[step]] = step
-    wanted[:] = False
-    live = 0
-    for k in range(read_start[n], read_start[n + 1]):
-        wanted[reads[k]] = True
-        live += size[reads[k]]
-    for step in range(length - 1, -1, -1):
-        if (step + 1) % BLOCK == 0:
-            k = (step + 1) // BLOCK
-            snapshots[k] = wanted
-            snapshot_live[k] = live
-        o = sequence[step]
-        use[step], live = step_back(o, first[o] != step, live, wanted, *problem)
-    snapshots[0] = wanted
-    snapshot_live[0] = live
-    extra = 0.0
-    excess = 0.0
-    for step in range(length):
-        if step % BLOCK == 0:
-            extra_before[step // BLOCK] = extra
-            excess_before[step // BLOCK] = excess
-        o = sequence[step]
-        if first[o] != step:
-            extra += cost[o]
-        excess += excess_of(use[step], budget)
-    if length % BLOCK == 0:
-        extra_before[length // BLOCK] = extra
-        excess_before[length // BLOCK] = excess
-    return extra, excess
+    count = 0
+    i = producer[t]
+    while i >= 0:
+        p = place[i]
+        if p < 0 or (low <= p and p <= high):
+            p = new_place[i]
+        elif p > high:
+            p += longer
+        if p >= 0:
+            k = count
+            while k > 0 and births[k - 1] > p:
+                births[k] = births[k - 1]
+                makers[k] = makers[k - 1]
+                k -= 1
+            births[k] = p
+            makers[k] = i
+            count += 1
+        i = following[i]
+    for k in range(count):
+        deaths[k] = births[k]
+        users[k] = -1
+    for j in range(reader_start[t], reader_start[t + 1]):
+        i = readers[j]
+        if i == n:
+            deaths[count - 1] = END
+            users[count - 1] = -1
+            continue
+        while i >= 0:
+            p = place[i]
+            if p < 0 or (low <= p and p <= high):
+                p = new_place[i]
+            elif p > high:
+                p += longer
+            if p >= 0:
+                k = count - 1
+                while births[k] > p:
+                    k -= 1
+                if p > deaths[k]:
+                    deaths[k] = p
+                    users[k] = i
+            i = following[i]
+    return count
 
 
 @compiled
-def contents(  # type: ignore[no-untyped-def]
-    boundary, sequence, length, wanted, snapshots,
-    read_start, reads, write_start, writes, take_start, takes,
-    parent_start, parents, child_start, children, reader_start, readers,
-    workspace, cost, repeatable, size, producer,
+def _among(t, start, stop, buffers):  # type: ignore[no-untyped-def]
+    found = False
+    for k in range(start, stop):
+        found = found or buffers[k] == t
+    return found
+
+
+@compiled
+def weigh(  # type: ignore[no-untyped-def]
+    arrays, line, trial, low, high, longer, moved, mark, budget, price, added, excess, allowance
 ):  # fmt: skip
-    """Set `wanted` to what is in memory before position `boundary`."""
-    n = len(cost)
-    top = (boundary + BLOCK - 1) // BLOCK
-    if top * BLOCK >= length:
-        wanted[:] = False
-        for k in range(read_start[n], read_start[n + 1]):
-            wanted[reads[k]] = True
-        step = length - 1
-    else:
-        wanted[:] = snapshots[top]
-        step = top * BLOCK - 1
-    while step >= boundary:
-        o = sequence[step]
-        for k in range(write_start[o], write_start[o + 1]):
-            wanted[writes[k]] = False
+    """What a change costs; fills trial.use and trial.live where memory differs.
+
+    trial.at and trial.place hold the new executions at low..high + longer, trial.moved[:moved]
+    those that are not merely shifted along, whose `stamp` is `mark`. `added` is what the change
+    adds in extra time by itself. Gives up if the objective, which has excess times price in it,
+    rises by more than `allowance`.
+
+    Returns whether it does not, the stretch of new positions at which memory differs, what is
+    added in extra time, excess and number of positions above the budget, and the numbers of
+    entries in trial.givers and trial.dead.
+    """
+    size, workspace, producer = arrays.size, arrays.workspace, arrays.producer
+    read_start, reads, write_start, writes, take_start, takes = (
+        arrays.read_start, arrays.reads, arrays.write_start, arrays.writes,
+        arrays.take_start, arrays.takes,
+    )  # fmt: skip
+    reader_start, readers, n = arrays.reader_start, arrays.readers, len(arrays.cost)
+    at, place, operation, following, use, live, dying = line
+    (
+        new_at, new_place, new_use, new_live, moved_items, stamp, touched_buffers, seen,
+        begins, ends, new_begins, new_ends, corner, new_corner, givers, gives, dead_items,
+        births, deaths, makers, users,
+    ) = trial  # fmt: skip
+    touched = 0
+    for m in range(moved):
+        o = operation[moved_items[m]]
         for k in range(read_start[o], read_start[o + 1]):
-            wanted[reads[k]] = True
-        step -= 1
+            t = reads[k]
+            if seen[t] != mark:
+                seen[t] = mark
+                touched_buffers[touched] = t
+                touched += 1
+        for k in range(write_start[o], write_start[o + 1]):
+            t = writes[k]
+            if seen[t] != mark:
+                seen[t] = mark
+                touched_buffers[touched] = t
+                touched += 1
+    corners = 0
+    new_corners = 0
+    n_givers = 0
+    dead = 0
+    for m in range(touched):
+        t = touched_buffers[m]
+        count = copies(
+            t, END, END, 0, producer, reader_start, readers, n, place, following, place,
+            births, deaths, makers, users,
+        )  # fmt: skip
+        for k in range(count):
+            begins[births[k]] += size[t]
+            corner[corners] = births[k]
+            corners += 1
+            if deaths[k] < END:
+                ends[deaths[k]] += size[t]
+                corner[corners] = deaths[k]
+                corners += 1
+            i = users[k]
+            if i >= 0 and _among(t, take_start[operation[i]], take_start[operation[i] + 1], takes):
+                gives[i] -= 1
+                givers[n_givers] = i
+                n_givers += 1
+        count = copies(
+            t, low, high, longer, producer, reader_start, readers, n, place, following,
+            new_place, births, deaths, makers, users,
+        )  # fmt: skip
+        for k in range(count):
+            new_begins[births[k]] += size[t]
+            new_corner[new_corners] = births[k]
+            new_corners += 1
+            if deaths[k] < END:
+                new_ends[deaths[k]] += size[t]
+                new_corner[new_corners] = deaths[k]
+                new_corners += 1
+            i = users[k]
+            if i >= 0 and _among(t, take_start[operation[i]], take_start[operation[i] + 1], takes):
+                gives[i] += 1
+                givers[n_givers] = i
+                n_givers += 1
+            if deaths[k] == births[k] and makers[k] >= n:
+                dead_items[dead] = makers[k]
+                dead += 1
+    n_dead = 0
+    for m in range(dead):
+        i = dead_items[m]
+        o = operation[i]
+        needed = _among(i, 0, n_dead, dead_items)
+        for j in range(write_start[o], write_start[o + 1]):
+            if needed or write_start[o + 1] - write_start[o] == 1:
+                break
+            count = copies(
+                writes[j], low, high, longer, producer, reader_start, readers, n, place, following,
+                new_place, births, deaths, makers, users,
+            )  # fmt: skip
+            for k in range(count):
+                needed = needed or (makers[k] == i and deaths[k] > births[k])
+        if not needed:
+            dead_items[n_dead] = i
+            n_dead += 1
+            added -= arrays.cost[o]
+    # The stretch from start to stop, in new positions.
+    start = low
+    stop = high + longer
+    for m in range(corners):
+        p = corner[m]
+        if p < start:
+            if begins[p] != new_begins[p] or ends[p] != new_ends[p]:
+                start = p
+        elif p > high and p + longer > stop:
+            q = p + longer
+            if begins[p] != new_begins[q] or ends[p] != new_ends[q]:
+                stop = q
+    for m in range(new_corners):
+        q = new_corner[m]
+        if q < start:
+            if begins[q] != new_begins[q] or ends[q] != new_ends[q]:
+                start = q
+        elif q > stop and (begins[q - longer] != new_begins[q] or ends[q - longer] != new_ends[q]):
+            stop = q
+    for m in range(n_givers):
+        i = givers[m]
+        if gives[i] != 0:
+            q = place[i]
+            if q < 0 or (low <= q and q <= high):
+                q = new_place[i]
+            elif q > high:
+                q += longer
+            if q >= 0:
+                start = min(start, q)
+                stop = max(stop, q)
+    # Upwards over the stretch. `old` and `new` are the bytes of the touched copies that began in
+    # it less those that ended: all else is as it was at the execution, or the gap, that it was at.
+    old = 0
+    new = 0
+    gap = live[start - 1] if start > 0 else 0
+    behind = start
+    more_excess = 0.0
+    more_bad = 0
+    most = (allowance - added) / price + excess
+    fits = True
+    reached = 0.0
+    for q in range(start, stop + 1):
+        if low <= q and q <= high + longer:
+            i = new_at[q]
+        else:
+            i = at[q if q < low else q - longer]
+        new += new_begins[q]
+        if stamp[i] == mark:
+            o = operation[i]
+            during = gap + new + workspace[o]
+            if dying[i] + gives[i] > 0:
+                during -= size[takes[take_start[o]]]
+        else:
+            p = place[i]
+            while behind < p:
+                old += begins[behind] - ends[behind]
+                before = use[behind]
+                if before > budget:
+                    more_excess -= excess_of(before, budget)
+                    more_bad -= 1
+                behind += 1
+            old += begins[p]
+            before = use[p]
+            if before > budget:
+                more_excess -= excess_of(before, budget)
+                more_bad -= 1
+            during = before - old + new
+            if gives[i] != 0:
+                o = operation[i]
+                if dying[i] > 0:
+                    during += size[takes[take_start[o]]]
+                if dying[i] + gives[i] > 0:
+                    during -= size[takes[take_start[o]]]
+            old -= ends[p]
+            behind = p + 1
+            gap = live[p] - old
+        new -= new_ends[q]
+        new_use[q] = during
+        new_live[q] = gap + new
+        if during > budget:
+            x = excess_of(during, budget)
+            reached += x
+            if reached > most:
+                fits = False
+                break
+            more_excess += x
+            more_bad += 1
+    if fits:
+        # What is taken out at the end of the stretch.
+        while behind <= stop - longer:
+            before = use[behind]
+            if before > budget:
+                more_excess -= excess_of(before, budget)
+                more_bad -= 1
+            behind += 1
+        fits = added + price * more_excess <= allowance
+    for m in range(corners):
+        begins[corner[m]] = 0
+        ends[corner[m]] = 0
+    for m in range(new_corners):
+        new_begins[new_corner[m]] = 0
+        new_ends[new_corner[m]] = 0
+    if not fits:
+        for m in range(n_givers):
+            gives[givers[m]] = 0
+    return fits, start, stop, added, more_excess, more_bad, n_givers, n_dead
+
+
+@compiled
+def accept(  # type: ignore[no-untyped-def]
+    line, trial, length, low, high, longer, start, stop, n_givers
+):  # fmt: skip
+    """Make the change that `weigh` has weighed; the caller unlinks what is taken out."""
+    if longer != 0:
+        if longer > 0:
+            for p in range(length - 1, high, -1):
+                i = line.at[p]
+                line.at[p + longer] = i
+                line.place[i] = p + longer
+                line.use[p + longer] = line.use[p]
+                line.live[p + longer] = line.live[p]
+        else:
+            for p in range(high + 1, length):
+                i = line.at[p]
+                line.at[p + longer] = i
+                line.place[i] = p + longer
+                line.use[p + longer] = line.use[p]
+                line.live[p + longer] = line.live[p]
+    for q in range(low, high + longer + 1):
+        i = trial.at[q]
+        line.at[q] = i
+        line.place[i] = q
+    for q in range(start, stop + 1):
+        line.use[q] = trial.use[q]
+        line.live[q] = trial.live[q]
+    for m in range(n_givers):
+        i = trial.givers[m]
+        line.dying[i] += trial.gives[i]
+        trial.gives[i] = 0
+
+
+@compiled
+def lay(sequence, budget, arrays, line):  # type: ignore[no-untyped-def]
+    """Fill `line` with a sequence without dead re-executions.
+
+    Returns the number of executions ever made, extra time, excess and the number of positions
+    above the budget.
+    """
+    n = len(arrays.cost)
+    line.place[:] = -1
+    line.dying[:] = 0
+    for o in range(n):
+        line.operation[o] = o
+        line.following[o] = -1
+    made = n
+    for p in range(len(sequence)):
+        o = sequence[p]
+        i = o
+        if line.place[o] >= 0:
+            i = made
+            made += 1
+            line.operation[i] = o
+            line.following[i] = line.following[o]
+            line.following[o] = i
+        line.at[p] = i
+        line.place[i] = p
+    wanted = np.zeros(len(arrays.size), np.bool_)
+    live = 0
+    for k in range(arrays.read_start[n], arrays.read_start[n + 1]):
+        wanted[arrays.reads[k]] = True
+        live += arrays.size[arrays.reads[k]]
+    extra = 0.0
+    excess = 0.0
+    bad = 0
+    for p in range(len(sequence) - 1, -1, -1):
+        i = line.at[p]
+        o = line.operation[i]
+        if i >= n:
+            extra += arrays.cost[o]
+        line.live[p] = live
+        during = live + arrays.workspace[o]
+        for k in range(arrays.write_start[o], arrays.write_start[o + 1]):
+            t = arrays.writes[k]
+            if wanted[t]:
+                wanted[t] = False
+                live -= arrays.size[t]
+            else:
+                during += arrays.size[t]
+        for k in range(arrays.read_start[o], arrays.read_start[o + 1]):
+            t = arrays.reads[k]
+            if not wanted[t]:
+                wanted[t] = True
+                live += arrays.size[t]
+                during += arrays.size[t]
+                if _among(t, arrays.take_start[o], arrays.take_start[o + 1], arrays.takes):
+                    line.dying[i] += 1
+        if line.dying[i] > 0:
+            during -= arrays.size[arrays.takes[arrays.take_start[o]]]
+        line.use[p] = during
+        if during > budget:
+            excess += excess_of(during, budget)
+            bad += 1
+    return made, extra, excess, bad

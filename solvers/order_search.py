@@ -9,8 +9,7 @@ they end after a number of moves and draw from their own seed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +21,7 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class OrderArrays:
+class OrderArrays(NamedTuple):
     """A problem as flat arrays; what belongs to operation o is at start[o]:start[o + 1]."""
 
     read_start: Ints
@@ -46,10 +44,6 @@ class OrderArrays:
     repeatable: npt.NDArray[np.bool_]
     size: Ints
     producer: Ints
-
-    def flat(self) -> tuple[Any, ...]:
-        """The arrays in the order in which the compiled functions take them."""
-        return tuple(vars(self).values())
 
 
 def to_order_arrays(problem: Problem, parents: Sequence[Sequence[int]]) -> OrderArrays:
@@ -345,7 +339,7 @@ def anneal_order(
     n = len(start)
     if n == 0:
         return [], 0.0
-    flat = arrays.flat()
+    flat = tuple(arrays)
     parts = 1 + moves * n // 200_000_000
     ratio = (cold / hot) ** (1.0 / parts)
     best, best_value = start, float("inf")

@@ -3,11 +3,8 @@
 A sequence can be executed if everything an execution reads has been computed before, and what
 it has to come after has run. The search shifts executions within these limits, inserts and
 removes re-executions, and judges a sequence by its extra time plus a price on bytes above the
-budget. Re-executions whose results nobody reads drop out by themselves.
-
-An attempted move is evaluated from the next snapshot behind what it changes back to where the
-memory's contents are the old ones again, a few microseconds in compiled code; only an accepted
-one is evaluated as a whole.
+budget. Re-executions whose results nobody reads are taken out. A move costs about a microsecond
+(see `order_memory`).
 """
 
 from __future__ import annotations
@@ -18,418 +15,469 @@ from dataclasses import dataclass
 import numpy as np
 
 from optckpt.solvers.compiling import compiled, interruptible
-from optckpt.solvers.order_memory import BLOCK, contents, evaluate, excess_of, step_back
+from optckpt.solvers.order_memory import END, accept, lay, new_line, new_trial, weigh
 from optckpt.solvers.order_search import OrderArrays
+
+PART = 200_000_000
+"""Moves times positions that run without a look at the clock: some tenths of a second."""
+MOST_ALONG = 16
+"""Executions that a shift may take along; more cost more time than they are worth."""
+DRAWS = 50
+"""Buffers drawn in search of one that lies idle at a given position."""
+
+
+@compiled
+def _next_use(t, s, arrays, line):  # type: ignore[no-untyped-def]
+    """The first position from s on that reads the copy of buffer t that is in memory before s;
+    END if only the end of the step does, -1 if there is no such copy."""
+    born = False
+    made = END + 1
+    i = arrays.producer[t]
+    while i >= 0:
+        p = line.place[i]
+        if p >= s:
+            made = min(made, p)
+        elif p >= 0:
+            born = True
+        i = line.following[i]
+    if not born:
+        return -1
+    used = END + 1
+    n = len(arrays.cost)
+    for k in range(arrays.reader_start[t], arrays.reader_start[t + 1]):
+        i = arrays.readers[k]
+        if i == n:
+            used = min(used, END)
+            continue
+        while i >= 0:
+            p = line.place[i]
+            if p >= s:
+                used = min(used, p)
+            i = line.following[i]
+    return used if used < made else -1
+
+
+@compiled
+def _limits(i, arrays, line, length):  # type: ignore[no-untyped-def]
+    """The first and the last position that execution i may take, and the position of the first
+    re-execution if i is a first execution (END: none), which the limits leave out of account."""
+    o = line.operation[i]
+    if i != o:
+        return line.place[o] + 1, length - 1, END
+    earliest = 0
+    latest = length - 1
+    for k in range(arrays.parent_start[o], arrays.parent_start[o + 1]):
+        earliest = max(earliest, line.place[arrays.parents[k]] + 1)
+    for k in range(arrays.child_start[o], arrays.child_start[o + 1]):
+        latest = min(latest, line.place[arrays.children[k]] - 1)
+    again = END
+    j = line.following[i]
+    while j >= 0:
+        again = min(again, line.place[j])
+        j = line.following[j]
+    return earliest, latest, again
+
+
+@compiled
+def _shift_together(source, target, arrays, line, trial, met, mark):  # type: ignore[no-untyped-def]
+    """Lay the first execution at `source` to `target` with all between that has to stay behind
+    it (or before it, if it moves forward); returns how many go along."""
+    n = len(arrays.cost)
+    o = line.at[source]
+    along = 0
+    met[o] = mark
+    if source < target:
+        # met[o]: re-executions of o go along; met[n + o]: its first execution does.
+        for k in range(arrays.child_start[o], arrays.child_start[o + 1]):
+            met[n + arrays.children[k]] = mark
+        end = source
+        for p in range(source + 1, target + 1):
+            i = line.at[p]
+            u = line.operation[i]
+            if (i < n and met[n + u] == mark) or (i >= n and met[u] == mark):
+                trial.moved[along] = i
+                along += 1
+                if i < n:
+                    met[u] = mark
+                    for k in range(arrays.child_start[u], arrays.child_start[u + 1]):
+                        met[n + arrays.children[k]] = mark
+            else:
+                trial.at[end] = i
+                end += 1
+        trial.at[end] = o
+        for k in range(along):
+            trial.at[end + 1 + k] = trial.moved[k]
+    else:
+        for k in range(arrays.parent_start[o], arrays.parent_start[o + 1]):
+            met[n + arrays.parents[k]] = mark
+        end = source
+        for p in range(source - 1, target - 1, -1):
+            i = line.at[p]
+            if i < n and met[n + i] == mark:
+                trial.moved[along] = i
+                along += 1
+                for k in range(arrays.parent_start[i], arrays.parent_start[i + 1]):
+                    met[n + arrays.parents[k]] = mark
+            else:
+                trial.at[end] = i
+                end -= 1
+        trial.at[end] = o
+        for k in range(along):
+            trial.at[end - 1 - k] = trial.moved[k]
+    return along
+
+
+@compiled
+def _shift_run(source, run, target, line, trial):  # type: ignore[no-untyped-def]
+    """Lay the `run` executions from `source` to `target`; returns the stretch that changes."""
+    if target < source:
+        trial.at[target + run : source + run] = line.at[target:source]
+    else:
+        trial.at[source:target] = line.at[source + run : target + run]
+    trial.at[target : target + run] = line.at[source : source + run]
+    return min(source, target), max(source, target) + run - 1
+
+
+@compiled
+def _unlink(i, line):  # type: ignore[no-untyped-def]
+    j = line.operation[i]
+    while line.following[j] != i:
+        j = line.following[j]
+    line.following[j] = line.following[i]
 
 
 @compiled
 def _anneal(  # type: ignore[no-untyped-def]
-    start, budget, moves, hot, cold, price, rate, shifts, together, seed, capacity, known, enough,
-    read_start, reads, write_start, writes, take_start, takes,
-    parent_start, parents, child_start, children, reader_start, readers,
-    workspace, cost, repeatable, size, producer,
+    arrays, line, trial, start, budget, moves, hot, cold, price, rate, shifts, together, most_along,
+    seed, known, enough,
 ):  # fmt: skip
     """Anneal from `start`, looking for fitting sequences cheaper than `known`.
 
     Returns that sequence (empty: none found), its extra time, the last sequence and the price.
     """
     np.random.seed(seed)
-    n = len(cost)
-    problem = (
-        read_start, reads, write_start, writes, take_start, takes,
-        parent_start, parents, child_start, children, reader_start, readers,
-        workspace, cost, repeatable, size, producer,
-    )  # fmt: skip
-    use = np.zeros(capacity, np.int64)
-    dead = np.zeros(capacity, np.int64)
-    wanted = np.zeros(len(size), np.bool_)
-    first = np.zeros(n, np.int64)
-    new_first = np.zeros(n, np.int64)
-    met = np.zeros(n, np.int64)
-    blocks = capacity // BLOCK + 2
-    snapshots = np.zeros((blocks, len(size)), np.bool_)
-    new_snapshots = np.zeros((blocks, len(size)), np.bool_)
-    new_snapshot_live = np.zeros(blocks, np.int64)
-    new_use = np.zeros(capacity, np.int64)
-    snapshot_live = np.zeros(blocks, np.int64)
-    extra_before = np.zeros(blocks)
-    excess_before = np.zeros(blocks)
-    current = np.zeros(capacity, np.int64)
-    trial = np.zeros(capacity, np.int64)
-    merged = np.zeros(capacity, np.int64)
-    best = np.zeros(capacity, np.int64)
-    again = np.zeros(capacity, np.int64)
-    bad = np.zeros(capacity, np.int64)
-    along = np.zeros(capacity, np.int64)
-    chain = np.zeros(64, np.int64)
-    mark = 0
+    n = len(arrays.cost)
+    capacity = len(line.at)
+    size, cost, repeatable = arrays.size, arrays.cost, arrays.repeatable
+    place, at, operation, following = line.place, line.at, line.operation, line.following
+    moved = trial.moved
     length = len(start)
-    current[:length] = start
-    trial[:length] = start
-    extra, excess = evaluate(
-        current, length, budget, first, use, wanted, snapshots, snapshot_live,
-        extra_before, excess_before, *problem,
-    )  # fmt: skip
+    made, extra, excess, bad = lay(start, budget, arrays, line)
+    trial.stamp[:] = 0
+    trial.seen[:] = 0
+    mark = 0
+    met = np.zeros(2 * n, np.int64)
+    chain = np.zeros(64, np.int64)
+    again = np.zeros(capacity, np.int64)
+    slot = np.zeros(capacity, np.int64)
+    n_again = 0
+    for i in range(n, made):
+        again[n_again] = i
+        slot[i] = n_again
+        n_again += 1
+    free = np.zeros(capacity, np.int64)
+    n_free = 0
+    doomed = np.zeros(len(trial.dead), np.int64)
+    n_doomed = 0
+    put_in = np.zeros(len(chain), np.int64)
+    taken_out = np.zeros(capacity, np.int64)
+    # Bytes up to each buffer of those that can be computed again.
+    drawn_up_to = np.zeros(len(size), np.int64)
+    total = 0
+    for t in range(len(size)):
+        if repeatable[arrays.producer[t]]:
+            total += size[t]
+        drawn_up_to[t] = total
+    best = np.zeros(capacity, np.int64)
     best_length = 0
     best_cost = known
-    if excess == 0.0 and extra < best_cost:
+    if bad == 0 and extra < best_cost:
         best_cost = extra
         best_length = length
-        best[:length] = current[:length]
-    dirty = True
-    n_again = 0
-    n_bad = 0
+        best[:length] = start
     cooling = (cold / hot) ** (1.0 / max(1, moves))
     temperature = hot
     reach_bits = 1
     while (1 << reach_bits) < n:
         reach_bits += 1
-    for _ in range(moves):
-        temperature *= cooling
-        if dirty:
-            n_again = 0
-            n_bad = 0
-            for step in range(length):
-                if first[current[step]] != step:
-                    again[n_again] = step
-                    n_again += 1
-                if use[step] > budget:
-                    bad[n_bad] = step
-                    n_bad += 1
-            dirty = False
-        if n_bad > 0:
-            price *= 1.0 + rate
-        else:
-            price *= 1.0 - rate
-        # What changes: current[low..high] becomes trial[low..high + longer].
+    tried = 0
+    while tried < moves or n_doomed > 0:
+        mark += 1
+        # What changes: positions low..high take other executions, `longer` more.
         longer = 0
-        kind = np.random.random()
-        if kind < shifts:
-            # Shift one execution, mostly a first one.
-            if n_bad > 0 and np.random.random() < 0.2:
-                source = bad[np.random.randint(n_bad)]
-            else:
-                source = np.random.randint(length)
-            o = current[source]
-            original = first[o] == source
-            style = np.random.random()
-            reach = 1 << np.random.randint(0, reach_bits + 1)
-            target = source + np.random.randint(-reach, reach + 1)
-            if original and style < together:
-                # What has to come before it, or after it, gives way.
-                target = min(max(target, 0), length - 1)
-                if target == source:
-                    continue
-                low = min(source, target)
-                high = max(source, target)
-                mark += 1
-                n_along = 0
-                if source < target:
-                    met[o] = mark
-                    for k in range(child_start[o], child_start[o + 1]):
-                        met[children[k]] = mark
-                    end = low
-                    for step in range(source + 1, target + 1):
-                        u = current[step]
-                        if met[u] == mark:
-                            along[n_along] = u
-                            n_along += 1
-                            for k in range(child_start[u], child_start[u + 1]):
-                                met[children[k]] = mark
-                        else:
-                            trial[end] = u
-                            end += 1
-                    trial[end] = o
-                    trial[end + 1 : high + 1] = along[:n_along]
-                else:
-                    for k in range(parent_start[o], parent_start[o + 1]):
-                        met[parents[k]] = mark
-                    end = high
-                    for step in range(source - 1, target - 1, -1):
-                        u = current[step]
-                        if met[u] == mark:
-                            along[n_along] = u
-                            n_along += 1
-                            for k in range(parent_start[u], parent_start[u + 1]):
-                                met[parents[k]] = mark
-                        else:
-                            trial[end] = u
-                            end -= 1
-                    trial[end] = o
-                    for k in range(n_along):
-                        trial[end - 1 - k] = along[k]
-                if n_along == high - low:
-                    continue
-            else:
-                earliest = 0
-                latest = length - 1
-                if original:
-                    for k in range(parent_start[o], parent_start[o + 1]):
-                        earliest = max(earliest, first[parents[k]] + 1)
-                    for k in range(child_start[o], child_start[o + 1]):
-                        latest = min(latest, first[children[k]] - 1)
-                else:
-                    earliest = first[o] + 1
-                if style > 0.9:
-                    target = earliest
-                elif style > 0.8:
-                    target = latest
-                target = min(max(target, earliest), latest)
-                if target == source:
-                    continue
-                low = min(source, target)
-                high = max(source, target)
-                if source < target:
-                    trial[source:target] = current[source + 1 : target + 1]
-                else:
-                    trial[target + 1 : source + 1] = current[target:source]
-                trial[target] = o
-        elif kind < shifts + 0.1 * (1.0 - shifts):
-            # Remove one re-execution.
-            if n_again == 0:
+        n_moved = 0
+        n_in = 0
+        n_out = 0
+        added = 0.0
+        forced = n_doomed > 0
+        if forced:
+            n_doomed -= 1
+            i = doomed[n_doomed]
+            if place[i] < 0:
                 continue
-            low = again[np.random.randint(n_again)]
+            low = place[i]
             high = low
             longer = -1
-        elif kind < shifts + 0.4 * (1.0 - shifts):
-            # Move a run of re-executions.
-            if n_again == 0:
-                continue
-            source = again[np.random.randint(n_again)]
-            run = 1
-            if np.random.random() < 0.5:
-                limit = np.random.randint(1, 9)
-                while (
-                    run < limit
-                    and source + run < length
-                    and first[current[source + run]] != source + run
-                ):
-                    run += 1
-            earliest = 0
-            for k in range(source, source + run):
-                earliest = max(earliest, first[current[k]] + 1)
-            if np.random.random() < 0.5:
-                reach = 1 << np.random.randint(0, 8)
+            taken_out[0] = i
+            n_out = 1
+            allowance = np.inf
+        else:
+            tried += 1
+            temperature *= cooling
+            if bad > 0:
+                price *= 1.0 + rate
+            else:
+                price = max(1e-9, price * (1.0 - rate))
+            allowance = -temperature * np.log(1.0 - np.random.random())
+            kind = np.random.random()
+            if kind < shifts:
+                # Shift one execution, mostly a first one.
+                source = np.random.randint(length)
+                if bad > 0 and np.random.random() < 0.2:
+                    while line.use[source] <= budget:
+                        source = source + 1 if source + 1 < length else 0
+                i = at[source]
+                style = np.random.random()
+                reach = 1 << np.random.randint(0, reach_bits + 1)
                 target = source + np.random.randint(-reach, reach + 1)
-            else:
-                # Right before the first use of what the run's last operation writes.
-                o = current[source + run - 1]
-                mark += 1
-                for k in range(write_start[o], write_start[o + 1]):
-                    t = writes[k]
-                    for j in range(reader_start[t], reader_start[t + 1]):
-                        met[readers[j]] = mark
-                target = source
-                for step in range(source + run, length):
-                    if met[current[step]] == mark:
-                        target = step - run
-                        break
-            target = min(max(target, earliest), length - run)
-            if target == source:
-                continue
-            low = min(source, target)
-            high = max(source, target) + run - 1
-            if target < source:
-                trial[target + run : source + run] = current[target:source]
-            else:
-                trial[source:target] = current[source + run : target + run]
-            trial[target : target + run] = current[source : source + run]
-        else:
-            # Free a buffer that lies idle across a step: execute its producer again later.
-            if n_bad > 0 and np.random.random() < 0.8:
-                s = bad[np.random.randint(n_bad)]
-            else:
-                s = np.random.randint(length)
-            contents(s + 1, current, length, wanted, snapshots, *problem)
-            o = current[s]
-            for k in range(read_start[o], read_start[o + 1]):
-                wanted[reads[k]] = False
-            for k in range(write_start[o], write_start[o + 1]):
-                wanted[writes[k]] = False
-            total = 0
-            for t in range(len(size)):
-                if wanted[t] and repeatable[producer[t]]:
-                    total += size[t]
-                else:
-                    wanted[t] = False
-            if total == 0:
-                continue
-            drawn = np.random.randint(total)
-            chosen = -1
-            while drawn >= 0:
-                chosen += 1
-                if wanted[chosen]:
-                    drawn -= size[chosen]
-            mark += 1
-            for k in range(reader_start[chosen], reader_start[chosen + 1]):
-                if readers[k] < n:
-                    met[readers[k]] = mark
-            before = length
-            for step in range(s + 1, length):
-                if met[current[step]] == mark:
-                    before = step
-                    break
-            if np.random.random() < 0.2:
-                before = np.random.randint(s + 1, before + 1)
-            contents(before, current, length, wanted, snapshots, *problem)
-            mark += 1
-            m = 1
-            chain[0] = producer[chosen]
-            met[chain[0]] = mark
-            head = 0
-            eager = 0.9 if np.random.random() < 0.7 else 0.4
-            while head < m:
-                o = chain[head]
-                head += 1
-                for k in range(read_start[o], read_start[o + 1]):
-                    t = reads[k]
-                    u = producer[t]
-                    if (
-                        not wanted[t]
-                        and repeatable[u]
-                        and met[u] != mark
-                        and m < len(chain)
-                        and np.random.random() < eager
-                    ):
-                        met[u] = mark
-                        chain[m] = u
-                        m += 1
-            if length + m > capacity:
-                continue
-            # Operation numbers are a topological order.
-            trial[before : before + m] = np.sort(chain[:m])
-            # Later executions of the same operations may have become superfluous: without this,
-            # widening what is executed again at once costs twice before it pays.
-            low = before
-            high = before - 1
-            longer = m
-            if np.random.random() < 0.5:
-                horizon = min(length, before + (1 << np.random.randint(2, 12)))
-                end = before + m
-                for step in range(before, horizon):
-                    o = current[step]
-                    if met[o] == mark and first[o] != step:
-                        high = step
-                        longer = end - step - 1
+                if i < n and style < together:
+                    target = min(max(target, 0), length - 1)
+                    if target == source:
+                        continue
+                    low = min(source, target)
+                    high = max(source, target)
+                    along = _shift_together(source, target, arrays, line, trial, met, mark)
+                    if along == high - low or min(along, high - low - along) > most_along:
+                        continue
+                    if 2 * (along + 1) <= high - low + 1:
+                        moved[along] = i
+                        n_moved = along + 1
                     else:
-                        trial[end] = o
-                        end += 1
-        # The most that the objective may rise by.
-        allowance = -temperature * np.log(1.0 - np.random.random())
-        if kind >= shifts + 0.4 * (1.0 - shifts):
-            added = 0.0
-            for step in range(low, high + longer + 1):
-                o = trial[step]
-                added += cost[o]
-            for step in range(low, high + 1):
-                added -= cost[current[step]]
-            if added - price * excess > allowance:
-                continue
-        # Which executions of the changed part are the first ones now?
-        mark += 1
-        for step in range(low, high + longer + 1):
-            o = trial[step]
-            if first[o] >= low and met[o] != mark:
-                met[o] = mark
-                new_first[o] = step
-        # Back from a snapshot to where the contents of the memory are the old ones.
-        top = (high + BLOCK) // BLOCK
-        if top * BLOCK >= length:
-            wanted[:] = False
-            live = 0
-            for k in range(read_start[n], read_start[n + 1]):
-                wanted[reads[k]] = True
-                live += size[reads[k]]
-            new_extra = 0.0
-            new_excess = 0.0
-            behind = length
-        else:
-            wanted[:] = snapshots[top]
-            live = snapshot_live[top]
-            behind = top * BLOCK
-            new_extra = extra - extra_before[top]
-            new_excess = excess - excess_before[top]
-        n_dead = 0
-        step = behind - 1 + longer
-        while step >= 0:
-            if step > high + longer:
-                o = current[step - longer]
-                is_again = met[o] == mark or first[o] != step - longer
-            elif step >= low:
-                o = trial[step]
-                is_again = met[o] != mark or new_first[o] != step
-            else:
-                if (step + 1) % BLOCK == 0:
-                    k = (step + 1) // BLOCK
-                    if live == snapshot_live[k] and np.array_equal(wanted, snapshots[k]):
-                        new_extra += extra_before[k]
-                        new_excess += excess_before[k]
-                        break
-                o = current[step]
-                is_again = first[o] != step
-            if (step + 1) % BLOCK == 0:
-                new_snapshots[(step + 1) // BLOCK] = wanted
-                new_snapshot_live[(step + 1) // BLOCK] = live
-            during, live = step_back(o, is_again, live, wanted, *problem)
-            new_use[step] = during
-            if during < 0:
-                dead[n_dead] = step
-                n_dead += 1
-            else:
-                if is_again:
-                    new_extra += cost[o]
-                new_excess += excess_of(during, budget)
-            step -= 1
-        delta = new_extra - extra + price * (new_excess - excess)
-        if delta > allowance:
-            continue
-        if longer == 0 and n_dead == 0:
-            current[low : high + 1] = trial[low : high + 1]
-            for k in range(low, high + 1):
-                if met[current[k]] == mark:
-                    first[current[k]] = new_first[current[k]]
-            use[step + 1 : behind] = new_use[step + 1 : behind]
-            k = (step + 1) // BLOCK
-            extra = extra_before[k]
-            excess = excess_before[k]
-            for j in range(k * BLOCK, length + 1):
-                if j % BLOCK == 0:
-                    extra_before[j // BLOCK] = extra
-                    excess_before[j // BLOCK] = excess
-                    if k * BLOCK < j < behind:
-                        snapshots[j // BLOCK] = new_snapshots[j // BLOCK]
-                        snapshot_live[j // BLOCK] = new_snapshot_live[j // BLOCK]
-                if j < length:
-                    if first[current[j]] != j:
-                        extra += cost[current[j]]
-                    excess += excess_of(use[j], budget)
-        else:
-            end = 0
-            for step in range(length + longer):
-                if n_dead > 0 and dead[n_dead - 1] == step:
-                    n_dead -= 1
-                    continue
-                if step < low:
-                    merged[end] = current[step]
-                elif step <= high + longer:
-                    merged[end] = trial[step]
+                        # The others are fewer: it is they that move.
+                        for k in range(along):
+                            trial.stamp[moved[k]] = mark
+                        trial.stamp[i] = mark
+                        for p in range(low, high + 1):
+                            if trial.stamp[at[p]] != mark:
+                                moved[n_moved] = at[p]
+                                n_moved += 1
+                        mark += 1
                 else:
-                    merged[end] = current[step - longer]
-                end += 1
-            length = end
-            current[:length] = merged[:length]
-            extra, excess = evaluate(
-                current, length, budget, first, use, wanted, snapshots, snapshot_live,
-                extra_before, excess_before, *problem,
-            )  # fmt: skip
-        dirty = True
-        if excess == 0.0 and extra < best_cost - 1e-12:
+                    earliest, latest, own = _limits(i, arrays, line, length)
+                    if style > 0.9:
+                        target = earliest
+                    elif style > 0.8:
+                        target = latest
+                    target = min(max(target, earliest), latest)
+                    if target > own:
+                        # A first execution takes the place of the second.
+                        low = source
+                        high = own
+                        longer = -1
+                        trial.at[low : high - 1] = at[low + 1 : high]
+                        trial.at[high - 1] = i
+                        taken_out[0] = at[own]
+                        n_out = 1
+                        moved[0] = i
+                        n_moved = 1
+                    elif target in (source, own):
+                        continue
+                    else:
+                        low, high = _shift_run(source, 1, target, line, trial)
+                        moved[0] = i
+                        n_moved = 1
+            elif kind < shifts + 0.1 * (1.0 - shifts):
+                # Remove one re-execution.
+                if n_again == 0:
+                    continue
+                i = again[np.random.randint(n_again)]
+                low = place[i]
+                high = low
+                longer = -1
+                taken_out[0] = i
+                n_out = 1
+            elif kind < shifts + 0.4 * (1.0 - shifts):
+                # Move a run of re-executions.
+                if n_again == 0:
+                    continue
+                source = place[again[np.random.randint(n_again)]]
+                run = 1
+                if np.random.random() < 0.5:
+                    limit = np.random.randint(1, 9)
+                    while run < limit and source + run < length and at[source + run] >= n:
+                        run += 1
+                earliest = 0
+                for p in range(source, source + run):
+                    earliest = max(earliest, place[operation[at[p]]] + 1)
+                if np.random.random() < 0.5:
+                    reach = 1 << np.random.randint(0, 8)
+                    target = source + np.random.randint(-reach, reach + 1)
+                else:
+                    # Right before the first use of what the run's last operation writes.
+                    o = operation[at[source + run - 1]]
+                    target = END
+                    for k in range(arrays.write_start[o], arrays.write_start[o + 1]):
+                        p = _next_use(arrays.writes[k], source + run, arrays, line)
+                        if p >= 0:
+                            target = min(target, p - run)
+                target = min(max(target, earliest), length - run)
+                if target == source:
+                    continue
+                low, high = _shift_run(source, run, target, line, trial)
+                if 2 * run <= high - low + 1:
+                    for k in range(run):
+                        moved[k] = at[source + k]
+                    n_moved = run
+                else:
+                    for p in range(low, high + 1):
+                        if p < source or p >= source + run:
+                            moved[n_moved] = at[p]
+                            n_moved += 1
+            else:
+                # Free a buffer that lies idle at a position: execute its producer again later.
+                if total == 0:
+                    continue
+                s = np.random.randint(length)
+                if bad > 0 and np.random.random() < 0.8:
+                    while line.use[s] <= budget:
+                        s = s + 1 if s + 1 < length else 0
+                before = -1
+                chosen = -1
+                for _ in range(DRAWS):
+                    drawn = np.random.randint(total)
+                    chosen = int(np.searchsorted(drawn_up_to, drawn, side="right"))
+                    before = _next_use(chosen, s, arrays, line)
+                    if before > s:
+                        break
+                if before <= s:
+                    continue
+                before = min(before, length)
+                if np.random.random() < 0.2:
+                    before = np.random.randint(s + 1, before + 1)
+                m = 1
+                chain[0] = arrays.producer[chosen]
+                met[chain[0]] = mark
+                added = cost[chain[0]]
+                head = 0
+                eager = 0.9 if np.random.random() < 0.7 else 0.4
+                while head < m:
+                    o = chain[head]
+                    head += 1
+                    for k in range(arrays.read_start[o], arrays.read_start[o + 1]):
+                        t = arrays.reads[k]
+                        u = arrays.producer[t]
+                        if (
+                            repeatable[u]
+                            and met[u] != mark
+                            and m < len(chain)
+                            and np.random.random() < eager
+                            and _next_use(t, before, arrays, line) < 0
+                        ):
+                            met[u] = mark
+                            chain[m] = u
+                            added += cost[u]
+                            m += 1
+                if length + m > capacity or made + m - n_free > capacity:
+                    continue
+                # Later executions of the same operations may have become superfluous: without
+                # this, widening what is executed again at once costs twice before it pays.
+                low = before
+                high = before - 1
+                longer = m
+                if np.random.random() < 0.5:
+                    horizon = min(length, before + (1 << np.random.randint(2, 12)))
+                    end = before + m
+                    for p in range(before, horizon):
+                        i = at[p]
+                        if i >= n and met[operation[i]] == mark:
+                            high = p
+                            longer = end - p - 1
+                            taken_out[n_out] = i
+                            n_out += 1
+                            added -= cost[operation[i]]
+                        else:
+                            trial.at[end] = i
+                            end += 1
+                if added - price * excess > allowance:
+                    continue
+                # Operation numbers are a topological order.
+                chain[:m] = np.sort(chain[:m])
+                for k in range(m):
+                    if n_free > 0:
+                        n_free -= 1
+                        i = free[n_free]
+                    else:
+                        i = made
+                        made += 1
+                    o = chain[k]
+                    operation[i] = o
+                    place[i] = -1
+                    line.dying[i] = 0
+                    following[i] = following[o]
+                    following[o] = i
+                    trial.at[low + k] = i
+                    put_in[k] = i
+                    moved[k] = i
+                n_moved = m
+                n_in = m
+        for k in range(n_out):
+            i = taken_out[k]
+            trial.place[i] = -1
+            moved[n_moved] = i
+            n_moved += 1
+            if n_in == 0:
+                added -= cost[operation[i]]
+        for k in range(n_moved):
+            trial.stamp[moved[k]] = mark
+        for q in range(low, high + longer + 1):
+            trial.place[trial.at[q]] = q
+        fits, first, last, _, more_excess, more_bad, n_givers, n_dead = weigh(
+            arrays, line, trial, low, high, longer, n_moved, mark, budget, price, added, excess,
+            allowance,
+        )  # fmt: skip
+        if not fits:
+            for k in range(n_in):
+                _unlink(put_in[k], line)
+                free[n_free] = put_in[k]
+                n_free += 1
+            continue
+        accept(line, trial, length, low, high, longer, first, last, n_givers)
+        length += longer
+        extra += added
+        excess += more_excess
+        bad += more_bad
+        if bad == 0:
+            excess = 0.0
+        for k in range(n_in):
+            i = put_in[k]
+            again[n_again] = i
+            slot[i] = n_again
+            n_again += 1
+        for k in range(n_out):
+            i = taken_out[k]
+            _unlink(i, line)
+            place[i] = -1
+            free[n_free] = i
+            n_free += 1
+            n_again -= 1
+            again[slot[i]] = again[n_again]
+            slot[again[n_again]] = slot[i]
+        for k in range(n_dead):
+            doomed[n_doomed] = trial.dead[k]
+            n_doomed += 1
+        if n_doomed == 0 and bad == 0 and extra < best_cost - 1e-12:
+            extra = 0.0
+            for k in range(n_again):
+                extra += cost[operation[again[k]]]
             best_cost = extra
             best_length = length
-            best[:length] = current[:length]
+            for p in range(length):
+                best[p] = operation[at[p]]
             if extra <= enough:
                 break
-    return best[:best_length], best_cost, current[:length], price
+    for p in range(length):
+        trial.at[p] = operation[at[p]]
+    return best[:best_length], best_cost, trial.at[:length].copy(), price
 
 
 @dataclass(frozen=True)
@@ -474,19 +522,20 @@ def anneal_sequence(
         enough: end as soon as a sequence that fits is at most this expensive.
         stop: asked a few times a second; ends the annealing early.
     """
-    parts = 1 + max(moves // 25_000, moves * len(sequence) // 20_000_000)
+    parts = 1 + moves * (200 + len(sequence)) // PART
     last = np.asarray(sequence, np.int64)
     best: list[int] | None = None
-    flat = arrays.flat()
     ratio = (cold / hot) ** (1.0 / parts)
     price /= max(1, len(arrays.cost))
     # Short runs have to make up their minds sooner.
     rate = min(0.5, max(3e-4, 8.0 / moves))
     for k in range(parts):
         start = hot * ratio**k
+        capacity = 2 * len(last) + 64
+        line, trial = new_line(capacity), new_trial(arrays, capacity)
         found, cost, last, price = interruptible(
-            _anneal, last, budget, -(-moves // parts), start, start * ratio, price, rate, shifts,
-            together, (seed * 1009 + k) % 2**31, 2 * len(last) + 64, known, enough, *flat,
+            _anneal, arrays, line, trial, last, budget, -(-moves // parts), start, start * ratio,
+            price, rate, shifts, together, MOST_ALONG, (seed * 1009 + k) % 2**31, known, enough,
         )  # fmt: skip
         if len(found):
             best, known = found.tolist(), float(cost)
