@@ -4,9 +4,10 @@ Take a path of repeatable operations, each reading what the one before it wrote.
 pass goes on, its operations want the buffers of the path, the last first. If nothing else is asked
 than that these buffers, with whatever else is certain to be in memory, fit at first executions, and
 that a buffer of the path that is not in memory is computed from the nearest one below it that is,
-then the least cost bounds the overhead of every schedule in base order. With sizes that do not
-grow along the path (where they do, they are lowered) some cheapest way drops no buffer before its
-last use, so that a dynamic program finds it. The proof is in docs/solver.md, section "Chain bound".
+then the least cost bounds the overhead of every schedule in base order. A recurrence in which no
+buffer is dropped before its last use, and takes no more bytes than any that could stand in for it,
+bounds that from below; where sizes do not grow along the path, it is exact. The proof is in
+docs/solver.md, section "Chain bound".
 
 The program is that of checkpointing by nested sweeps (Griewank & Walther, "Algorithm 799: Revolve",
 ACM TOMS 26, 2000; Beaumont et al., "Optimal checkpointing for heterogeneous chains", 2019).
@@ -14,6 +15,7 @@ ACM TOMS 26, 2000; Beaumont et al., "Optimal checkpointing for heterogeneous cha
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,7 +28,7 @@ from optckpt.solvers.preprocess import Problem
 
 CELLS = 40_000_000
 """Values of the program at most, 4 bytes each."""
-WORK = 8_000_000_000
+WORK = 5_000_000_000
 """Comparisons of the program at most: seconds."""
 TOGETHER = 8
 """Ends of intervals that are treated in turn: they use the same values."""
@@ -46,7 +48,7 @@ class Chain:
     """
 
     size: Ints
-    """Bytes; not increasing from element 1 on."""
+    """Bytes of the smallest buffer on the way from the element before, excluded, to this one."""
     cost: Floats
     """Time from the beginning to each element; not decreasing."""
     room: Ints
@@ -87,6 +89,30 @@ def heaviest_path(problem: Problem) -> list[int]:
     return path
 
 
+def step_costs(problem: Problem, path: Sequence[int]) -> list[float]:
+    """Per buffer of `path` the time of computing it from the one before it.
+
+    Companions count as well: repeatable operations that write what the step alone reads, if that
+    is no smaller than what is charged for the step's buffer. Each serves one step.
+    """
+    p = problem
+    used = {p.producer[t] for t in path}
+    costs: list[float] = []
+    least = math.inf
+    for t in path:
+        least = min(least, p.size[t])
+        o = p.producer[t]
+        price = p.cost[o]
+        for c in p.reads[o]:
+            a = p.producer[c]
+            alone = p.base_readers[c] == (o,) and p.size[c] >= least
+            if alone and p.repeatable[a] and a not in used:
+                used.add(a)
+                price += p.cost[a]
+        costs.append(price)
+    return costs
+
+
 def _certain(problem: Problem, path: Sequence[int]) -> list[int]:
     """Bytes besides those of the path that are in memory while each position first executes."""
     p = problem
@@ -110,12 +136,46 @@ def _certain(problem: Problem, path: Sequence[int]) -> list[int]:
     return certain
 
 
+def demands(problem: Problem, path: Sequence[int]) -> list[tuple[int, int]]:
+    """Places of the path, descending, and base operations that read them, ascending.
+
+    As many as there can be. O(readers * log(readers)).
+    """
+    pairs = sorted(
+        (r, k) for k, t in enumerate(path) for r in problem.base_readers[t] if r < problem.n
+    )
+    # The longest strictly falling sequence of places (patience sorting). Places that one operation
+    # reads come in ascending order, so that no two of these are taken.
+    tails: list[int] = []
+    ends: list[int] = []
+    link = [-1] * len(pairs)
+    for index, (_, k) in enumerate(pairs):
+        pile = bisect.bisect_left(tails, -k)
+        link[index] = ends[pile - 1] if pile else -1
+        if pile == len(tails):
+            tails.append(-k)
+            ends.append(index)
+        else:
+            tails[pile], ends[pile] = -k, index
+    found: list[tuple[int, int]] = []
+    index = ends[-1] if ends else -1
+    latest = problem.n
+    while index >= 0:
+        k = pairs[index][1]
+        # As late as the next one allows.
+        latest = max(r for r in problem.base_readers[path[k]] if r < latest)
+        found.append((k, latest))
+        index = link[index]
+    found.reverse()
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class Moment:
     """A first execution behind the path, as far as the buffers of the path are concerned."""
 
     top: int
-    """The last buffer of the path that is still of use, by its place on the path; -1 if none."""
+    """The last buffer of the path that is still to be wanted, by its place; -1 if none is."""
     wanted: bool
     """Whether it is read."""
     room: int
@@ -123,14 +183,15 @@ class Moment:
 
 
 def moments_of(problem: Problem, path: Sequence[int], budget: int) -> list[Moment]:
-    """The first executions behind the last operation of `path`, and the end, in base order."""
+    """The first executions from the first demand for a buffer of `path` on, in base order."""
     p = problem
     moments: list[Moment] = []
     certain = _certain(p, path)
-    top = len(path) - 1
-    for q in range(p.producer[path[-1]] + 1 if path else 0, p.n + 1):
-        while top >= 0 and p.last_reader(path[top]) < q:
-            top -= 1
+    left = demands(p, path)[::-1]
+    for q in range(left[-1][1] if left else p.n + 1, p.n + 1):
+        while left and left[-1][1] < q:
+            left.pop()
+        top = left[-1][0] if left else -1
         moments.append(Moment(top, top >= 0 and path[top] in p.reads[q], budget - certain[q]))
     return moments
 
@@ -157,10 +218,10 @@ def chain_of(
     if not room:
         return None
     wanted = sorted(room)
-    least = np.minimum.accumulate(size)
+    spans = zip([-1, *wanted], wanted, strict=False)
     total = np.cumsum(cost)
     return Chain(
-        np.array([0, *(least[k] for k in wanted)], np.int64),
+        np.array([0, *(min(size[a + 1 : b + 1]) for a, b in spans)], np.int64),
         np.array([0.0, *(total[k] for k in wanted)], np.float64),
         np.array([0, *(room[k] for k in wanted)], np.int64),
         np.array([0, *(later.get(k, most) for k in wanted)], np.int64),
@@ -168,11 +229,11 @@ def chain_of(
 
 
 @compiled
-def _fill(low_j, high_j, n, levels, size, cost, room, later, value):  # type: ignore[no-untyped-def]
+def _fill(low_j, high_j, n, levels, size, least, cost, room, later, value):  # type: ignore[no-untyped-def]
     """Fill value[_row(i, j), h] for all i <= j and low_j <= j < high_j, given those for smaller j.
 
     It is the least cost of having j, j - 1, ..., i + 1 when wanted, while h levels, element i's
-    among them, are held all along.
+    among them, are held all along. An element s takes least[i, s], the smallest size in (i, s].
     """
     best = np.empty(levels + 1, np.float32)
     for i in range(high_j - 1, -1, -1):
@@ -195,7 +256,7 @@ def _fill(low_j, high_j, n, levels, size, cost, room, later, value):  # type: ig
                 if low > levels:
                     break
                 sweep = np.float32(cost[s] - cost[i])
-                above = value[_row(s, j, n), size[s] :]
+                above = value[_row(s, j, n), least[i, s] :]
                 for h in range(low, len(above)):
                     total = sweep + below[h] + above[h]
                     best[h] = total if total < best[h] else best[h]
@@ -220,12 +281,15 @@ def least_cost(chain: Chain, proceed: Callable[[], bool] = lambda: True) -> floa
     unit = _unit(chain)
     levels = max(0, int(chain.room[1:].max()) // unit)
     size, room, later = chain.size // unit, chain.room // unit, chain.later // unit
+    least = np.zeros((n + 1, n + 1), np.int64)
+    for i in range(n):
+        least[i, i + 1 :] = np.minimum.accumulate(size[i + 1 :])
     value = np.empty(((n + 1) * (n + 2) // 2, levels + 1), np.float32)
     for j in range(0, n + 1, TOGETHER):
         if not proceed():
             return None
         until = min(j + TOGETHER, n + 1)
-        interruptible(_fill, j, until, n, levels, size, chain.cost, room, later, value)
+        interruptible(_fill, j, until, n, levels, size, least, chain.cost, room, later, value)
     found = float(value[n, 0])
     # Three times per nesting, of which there are n at most, a value is rounded by 2^-24 of itself.
     return max(0.0, found * (1.0 - (n + 2) * 2.0**-22) - float(chain.cost[-1]))
@@ -261,7 +325,8 @@ def _thinned(chain: Chain) -> Chain:
     share = chain.cost / max(float(chain.cost[-1]), 1e-300) * most
     chosen = {0: 0} | {math.ceil(x): k for k, x in enumerate(share) if k}
     kept = sorted(chosen.values())
-    return Chain(chain.size[kept], chain.cost[kept], chain.room[kept], chain.later[kept])
+    size = np.minimum.reduceat(chain.size, [0, *(k + 1 for k in kept[:-1])])
+    return Chain(size, chain.cost[kept], chain.room[kept], chain.later[kept])
 
 
 def chain_bound(
@@ -281,7 +346,7 @@ def chain_bound(
     path = heaviest_path(p)
     chain = chain_of(
         [p.size[t] for t in path],
-        [p.cost[p.producer[t]] for t in path],
+        step_costs(p, path),
         moments_of(p, path, budget),
         budget,
     )

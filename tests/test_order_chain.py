@@ -1,0 +1,79 @@
+"""The chain bound for any order against exhaustive search over all orders."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_order import all_orders, budget_between, random_order
+
+from optckpt.frontends.synthetic import chain, random_graph, residual_chain
+from optckpt.graph import TrainingGraph
+from optckpt.schedule import Schedule
+from optckpt.simulate import simulate
+from optckpt.solvers.ancestry import Ancestry
+from optckpt.solvers.brute_force import cheapest
+from optckpt.solvers.chain_bound import heaviest_path
+from optckpt.solvers.loss_cut import loss_cut_bound
+from optckpt.solvers.order import reorder
+from optckpt.solvers.order_chain import demands, order_chain_bound
+from optckpt.solvers.preprocess import preprocess
+
+
+def small(seed: int) -> TrainingGraph:
+    rng = random.Random(seed)
+    again = rng.random() < 0.3
+    if seed % 3:
+        n = rng.randint(3, 4)
+        return chain(
+            n,
+            [rng.randint(1, 6) for _ in range(n)],
+            [float(rng.randint(1, 9)) for _ in range(n)],
+            repeatable_backward=again,
+        )
+    return random_graph(rng, rng.randint(3, 6), repeatable_backward=0.5 * again)
+
+
+@settings(derandomize=True, deadline=None, max_examples=150)
+@given(seed=st.integers(0, 10**6), share=st.floats(0, 0.6))
+def test_no_order_beats_the_bound(seed: int, share: float) -> None:
+    graph = small(seed)
+    budget = budget_between(graph, share)
+    bound = order_chain_bound(graph, budget) or 0.0
+    for order in all_orders(graph):
+        found = cheapest(reorder(graph, order), budget)
+        if found is not None:
+            assert bound <= found[0] / graph.seconds + 1e-9
+
+
+@settings(derandomize=True, deadline=None, max_examples=25)
+@given(seed=st.integers(0, 10**6))
+def test_the_given_order_makes_no_difference(seed: int) -> None:
+    graph = residual_chain(4)
+    budget = budget_between(graph, 0.2)
+    bound = order_chain_bound(graph, budget)
+    assert bound is not None
+    assert bound > 0
+    assert order_chain_bound(reorder(graph, random_order(graph, seed)), budget) == bound
+
+
+def test_demands_follow_one_another_in_every_order() -> None:
+    graph = residual_chain(5)
+    problem = preprocess(graph, merge=False)
+    path, ancestry = heaviest_path(problem), Ancestry.of(graph)
+    found = demands(problem, ancestry, path)
+    assert len(found) >= 10
+    for (k, r), (below, behind) in pairwise(found):
+        assert below < k
+        assert ancestry.before[behind] >> r & 1
+        assert path[k] in problem.reads[r]
+
+
+def test_deep_chains_cost_more_than_one_cut_sees() -> None:
+    graph = residual_chain(24)
+    budget = round(0.1 * simulate(graph, Schedule.base(graph)).peak)
+    bound = order_chain_bound(graph, budget)
+    assert bound is not None
+    assert bound > 1.4 * loss_cut_bound(graph, budget)
