@@ -7,7 +7,7 @@ that a buffer of the path that is not in memory is computed from the nearest one
 then the least cost bounds the overhead of every schedule in base order. A recurrence in which no
 buffer is dropped before its last use, and takes no more bytes than any that could stand in for it,
 bounds that from below; where sizes do not grow along the path, it is exact. The proof is in
-docs/solver.md, section "Chain bound".
+docs/solver.md, section 10.1.
 
 The program is that of checkpointing by nested sweeps (Griewank & Walther, "Algorithm 799: Revolve",
 ACM TOMS 26, 2000; Beaumont et al., "Optimal checkpointing for heterogeneous chains", 2019).
