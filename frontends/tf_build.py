@@ -264,9 +264,7 @@ class Build:
                 inplace=inplace,
                 after=tuple(sorted(before - makers)),
                 forward=forward,
-                repeatable=forward
-                and movable
-                and all(self._may_be_repeated(node) for node in group),
+                repeatable=movable and all(self._may_be_repeated(node) for node in group),
                 chained=movable and all(tf_ops.can_wait(node.op) for node in group),
                 movable=movable,
                 internal=internal,

@@ -81,10 +81,11 @@ _CONTROL_FLOW_V1 = words("""
     LoopCond ControlTrigger
     """)
 
-# Not stateful by their definition, but with an effect outside, or changing their input.
+# Not stateful by their definition, but with an effect outside, or changing their input, or adding
+# whatever input is there first, so that the last bits may differ from one execution to the next.
 _ONCE = words("""
-    PyFuncStateless NcclAllReduce NcclReduce NcclBroadcast InplaceUpdate InplaceAdd InplaceSub
-    Assign AssignAdd AssignSub
+    AccumulateNV2 PyFuncStateless NcclAllReduce NcclReduce NcclBroadcast InplaceUpdate InplaceAdd
+    InplaceSub Assign AssignAdd AssignSub
     """)
 _ONCE_PREFIXES = ("Collective", "_Send", "_Recv", "_HostSend", "_HostRecv", "Xla", "TPU")
 

@@ -260,6 +260,7 @@ def _plan_and_rewrite(
                 plain_graph=found.plain(graph),
                 max_overhead=max_overhead,
                 reorder=settings.solver.order == "auto",
+                repeat=settings.solver.repeat,
             )
         )
     else:

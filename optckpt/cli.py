@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, cast, get_args
 
 import typer
 from rich.console import Console
@@ -26,8 +26,9 @@ from optckpt.budget import Budget, format_bytes
 from optckpt.errors import OptckptError
 from optckpt.graph import TrainingGraph, write_text
 from optckpt.interruption import interruption
+from optckpt.planner import covering, which_schedules, widest
 from optckpt.report import files, progress, table
-from optckpt.schedule import Certificate, Plan, Schedule
+from optckpt.schedule import Certificate, Plan, Repeats, Schedule
 from optckpt.simulate import simulate
 from optckpt.solvers import registry
 from optckpt.solvers.floor import proven_floor
@@ -129,6 +130,14 @@ def solve(
             help="Keep the graph's order of operations, or change it where that helps.",
         ),
     ] = registry.SolveOptions().order,
+    repeat: Annotated[
+        str,
+        typer.Option(
+            "--repeat",
+            metavar="forward|all",
+            help="Execute again forward operations alone, or all that the graph allows.",
+        ),
+    ] = "all",
     schedule: Annotated[
         Path | None,
         typer.Option(
@@ -145,13 +154,16 @@ def solve(
         registry.get(strategy)
         seconds = _seconds(time_limit)
         limits = registry.SolveOptions(order=cast(registry.Order, order))
+        if repeat not in get_args(Repeats):
+            raise OptckptError(f"--repeat must be 'forward' or 'all', got {repeat!r}")
         if seconds is not None:
             limits = replace(limits, time_limit=seconds)
         parsed = Budget.parse(budget)
         if schedule is not None:
             _check_target(schedule, graph)
         problem = _load_graph(graph)
-        code, result, plan = _solve(problem, parsed, strategy, limits)
+        repeats = cast(Repeats, repeat)
+        code, result, plan = _solve(problem, parsed, strategy, limits, repeats)
         if as_json:
             answer(result)
         else:
@@ -159,7 +171,7 @@ def solve(
         if schedule is not None and plan is not None:
             _write_schedule(schedule, problem, plan)
         if code:
-            _complain(_failure(problem, result, code))
+            _complain(_failure(problem, result, code, repeats))
             raise typer.Exit(code)
 
 
@@ -276,9 +288,14 @@ def _check_target(path: Path, graph: str) -> None:
 
 
 def _solve(
-    graph: TrainingGraph, budget: Budget, strategy: str, options: registry.SolveOptions
+    graph: TrainingGraph,
+    budget: Budget,
+    strategy: str,
+    options: registry.SolveOptions,
+    repeats: Repeats,
 ) -> tuple[int, dict[str, Any], Plan | None]:
     """Exit code, the object to print, and the plan if there is a schedule."""
+    allowed = widest(graph, repeats)
     base = Schedule.base(graph)
     plain = simulate(graph, base).peak
     limit = budget.resolve(plain)
@@ -296,7 +313,7 @@ def _solve(
         options = replace(options, progress=on_progress)
         try:
             with interruption() as was_interrupted:
-                solution = registry.solve(graph, limit, strategy, options)
+                solution = registry.solve(allowed, limit, strategy, options)
             interrupted = was_interrupted()
             cert, found = solution.certificate, solution.schedule
         except KeyboardInterrupt:
@@ -310,10 +327,12 @@ def _solve(
                 bound=reached.bound if found is None else 0.0,
                 seconds=reached.seconds,
             )
+    cert = covering(cert, allowed, graph)
     judged = None if found is None else simulate(graph, found)
     result = {
         "strategy": strategy,
         "order": options.order,
+        "repeat": repeats,
         "status": cert.status,
         "budget": limit,
         "plain_peak": plain,
@@ -335,7 +354,7 @@ def _solve(
             plain_peak=plain,
             predicted_peak=judged.peak,
             live_peak=judged.peak,
-            floor=proven_floor(graph, options.order).bytes,
+            floor=proven_floor(allowed, options.order).bytes,
             overhead=judged.overhead,
             schedule=found,
             certificate=cert,
@@ -344,7 +363,7 @@ def _solve(
     return INTERRUPTED if interrupted else DONE if fits else MISTAKE, result, plan
 
 
-def _failure(graph: TrainingGraph, result: dict[str, Any], code: int) -> str:
+def _failure(graph: TrainingGraph, result: dict[str, Any], code: int, repeats: Repeats) -> str:
     """Why `solve` did not end well, in one sentence."""
     limit, status = result["budget"], result["status"]
     if code == INTERRUPTED:
@@ -356,11 +375,14 @@ def _failure(graph: TrainingGraph, result: dict[str, Any], code: int) -> str:
             f"strategy {result['strategy']!r} does not fit the budget of {asked}: its lowest peak "
             f"is {format_bytes(peak)} ({peak} bytes); raise the budget or use strategy 'optimal'"
         )
-    floor = proven_floor(graph, result["order"])
+    floor = proven_floor(widest(graph, repeats), result["order"])
     where = (
         f", at operation {graph.operations[floor.operation].name!r}" if floor.operation >= 0 else ""
     )
-    low = f"every schedule needs at least {format_bytes(floor.bytes)} ({floor.bytes} bytes{where})"
+    low = (
+        f"{which_schedules(graph, repeats)} at least {format_bytes(floor.bytes)} "
+        f"({floor.bytes} bytes{where})"
+    )
     if status == "infeasible":
         return f"no schedule fits the budget of {asked}: {low}; raise the budget"
     return (

@@ -22,7 +22,7 @@ from optckpt.config import Config, find_config
 from optckpt.errors import BudgetError, InfeasibleBudgetError, OptckptError
 from optckpt.graph import TrainingGraph
 from optckpt.interruption import interruption
-from optckpt.planner import make_plan, plain_peak
+from optckpt.planner import make_plan, plain_peak, widest
 from optckpt.report.progress import describe
 from optckpt.schedule import Plan
 from optckpt.solvers import registry
@@ -75,7 +75,8 @@ class Comparison:
     plain_peak: int
     """Predicted peak of the plain step."""
     floor: int
-    """Proven lower bound on the peak of every schedule."""
+    """Proven lower bound on the peak of every schedule in base order that `solver.repeat`
+    allows."""
     operations: int
     plain_seconds: float | None
     """Median measured time of the plain step."""
@@ -155,7 +156,7 @@ def compare(
             device=str(traced["device"]),
             budget=limit,
             plain_peak=peak,
-            floor=static_floor(graph).bytes,
+            floor=static_floor(widest(graph, settings.solver.repeat)).bytes,
             operations=len(graph.operations),
             plain_seconds=None,
             trace_seconds=float(traced["trace_seconds"]),
@@ -189,7 +190,7 @@ def compare(
                 seconds = _measure(rows, plans, settings, sent, work, show)
         except KeyboardInterrupt:
             interrupted = True
-    rows = [_judged(row, limit) for row in _with_gaps(rows, plans)]
+    rows = [_judged(row, limit) for row in _with_gaps(rows, plans, graph)]
     return replace(
         result, plain_seconds=seconds, rows=tuple(rows), interrupted=interrupted, plans=plans
     )
@@ -217,6 +218,7 @@ def _plan(
             margin=settings.memory.margin,
             allocator=allocator,
             reorder=settings.solver.order == "auto",
+            repeat=settings.solver.repeat,
         )
     except InfeasibleBudgetError as e:
         return _no_plan(name, "infeasible", str(e), begin), None
@@ -344,11 +346,13 @@ def _same(plain: Path, other: Path) -> tuple[bool, float]:
     return equal, largest
 
 
-def _with_gaps(rows: Sequence[Row], plans: Mapping[str, Plan]) -> list[Row]:
+def _with_gaps(rows: Sequence[Row], plans: Mapping[str, Plan], graph: TrainingGraph) -> list[Row]:
     """Rows with the distance to the best bound proven for what they fit into."""
 
     def best_bound(plan: Plan, target: int) -> float:
         covering = ("any order", "base order") if plan.schedule.in_base_order else ("any order",)
+        backward = any(n and not graph.operations[o].forward for o, n in plan.schedule.steps())
+        repeats = ("all",) if backward else ("all", "forward")
         # A bound for a larger target holds for a smaller one, not the other way round.
         return max(
             (
@@ -357,6 +361,7 @@ def _with_gaps(rows: Sequence[Row], plans: Mapping[str, Plan]) -> list[Row]:
                 if p.target is not None
                 and p.target >= target
                 and p.certificate.valid_for in covering
+                and p.certificate.repeats in repeats
             ),
             default=0.0,
         )

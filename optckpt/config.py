@@ -165,6 +165,14 @@ class SolverConfig(Section):
             "bytes than there are. For the strategy optimal."
         ),
     )
+    repeat: Literal["auto", "forward", "all"] = Field(
+        default="auto",
+        description=(
+            "Which operations may be executed again. forward: those of the forward pass; all: "
+            "backward ones as well; auto: backward ones only where the budget cannot be met "
+            "otherwise."
+        ),
+    )
 
 
 class CostsConfig(Section):

@@ -69,7 +69,7 @@ class Operation:
     """Buffers among `reads`, any of which `writes[0]` may take over if it dies here."""
     forward: bool = True
     repeatable: bool = True
-    """Whether the operation may be executed more than once."""
+    """Whether the operation may be executed more than once without changing any result."""
     after: tuple[int, ...] = ()
     """Operations that must have been executed before (control dependencies)."""
 
@@ -205,6 +205,22 @@ class TrainingGraph:
             operations=tuple(
                 replace(op, seconds=float(s), workspace=int(w))
                 for op, s, w in zip(self.operations, seconds, spaces, strict=True)
+            ),
+        )
+
+    @cached_property
+    def only_forward_repeats(self) -> TrainingGraph:
+        """The same graph in which forward operations alone may be executed again.
+
+        This very graph if no other operation is repeatable. Its schedules are schedules of this
+        graph; what is proven of all of its schedules says nothing about the others of this one.
+        """
+        if all(op.forward or not op.repeatable for op in self.operations):
+            return self
+        return replace(
+            self,
+            operations=tuple(
+                op if op.forward else replace(op, repeatable=False) for op in self.operations
             ),
         )
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
+from typing import Literal
 
 from optckpt.allocator import Allocator
 from optckpt.budget import Budget, format_bytes
@@ -19,6 +22,10 @@ from optckpt.solvers.registry import Order, SolveOptions, Strategy, solve
 
 logger = logging.getLogger(__name__)
 
+Repeat = Literal["auto", "forward", "all"]
+"""Which operations may be executed again; "auto": backward ones only where the budget is not met
+otherwise."""
+
 
 def make_plan(
     graph: TrainingGraph,
@@ -31,6 +38,7 @@ def make_plan(
     plain_graph: TrainingGraph | None = None,
     max_overhead: float | None = None,
     reorder: bool = False,
+    repeat: Repeat = "all",
 ) -> Plan:
     """Plan `graph` under `budget` (peak bytes, resident included; None: no limit).
 
@@ -49,6 +57,12 @@ def make_plan(
     With `reorder`, strategy "optimal" may change the order of the operations where keeping it costs
     time, or more bytes as reported than the budget; the order is kept unless that pays.
 
+    `repeat` says which of the graph's repeatable operations may be executed again: "all", those of
+    the forward pass ("forward"), or ("auto") these and, only where no schedule is found that fits
+    as reported, backward ones as well. With `max_overhead`, "auto" tries backward ones if the
+    others lead down to near their floor. A second search gets the time that is left, at least
+    30 % of the limit.
+
     The plan may exceed the budget if the strategy is a heuristic; its certificate then says
     "over-budget", and `check_fits` raises.
 
@@ -62,64 +76,76 @@ def make_plan(
     peak = plain.reported if plain_graph is None else plain_peak(plain_graph, allocator)
     limit = None if budget is None else Budget.parse(budget).resolve(peak)
     options = options or SolveOptions()
-    order = options.order
-    floor = proven_floor(graph, order)
     started = time.perf_counter()
-    if max_overhead is None:
-        target, solution, order = _solve(
-            graph, limit, strategy, options, margin, allocator, plain, reorder
-        )
-    else:
-        target, solution = _solve_for_price(graph, max_overhead, strategy, options)
-    cert = replace(solution.certificate, seconds=time.perf_counter() - started)
-    if solution.schedule is None:
+    search = _Search(limit, strategy, options, margin, allocator, plain, reorder)
+    found = _first_that_fits(search, _graphs(graph, repeat), max_overhead)
+    cert = covering(found.solution.certificate, found.graph, graph)
+    cert = replace(cert, seconds=time.perf_counter() - started)
+    if found.solution.schedule is None:
         assert limit is not None
-        setter = (
-            f"set by {graph.operations[floor.operation].name!r}"
-            if floor.operation >= 0
-            else "the resident bytes"
-        )
-        low = (
-            f"every schedule needs at least {format_bytes(floor.bytes)} ({floor.bytes} bytes, "
-            f"{setter}; {format_bytes(graph.resident)} of it are resident)"
-        )
-        if cert.status == "infeasible":
-            lowest = proven_floor(graph, "free").bytes
-            raise InfeasibleBudgetError(
-                f"no schedule fits the budget of {format_bytes(limit)} ({limit} bytes): "
-                + (
-                    low
-                    if limit < floor.bytes
-                    else f"proven by the solver in {cert.seconds:.1f} s; {low}"
-                )
-                + "; raise the budget or reduce the batch size"
-                + (
-                    ", or try solver.order: free (every order needs at least "
-                    f"{format_bytes(lowest)})"
-                    if order == "fixed" and lowest <= limit
-                    else ""
-                ),
-                floor=floor.bytes,
-            )
-        raise BudgetError(
-            f"no schedule within {format_bytes(limit)} ({limit} bytes) was found in "
-            f"{cert.seconds:.1f} s, and none was ruled out; {low}; raise the budget or the time "
-            "limit"
-        )
-    judged = _judge(graph, solution.schedule, allocator)
+        raise _failure(graph, limit, options.order, repeat, cert)
+    judged = _judge(graph, found.solution.schedule, allocator)
     return Plan(
         fingerprint=graph.fingerprint,
         strategy=cert.solver,
         budget=limit,
-        target=target,
+        target=found.target,
         plain_peak=peak,
         predicted_peak=judged.reported,
         live_peak=judged.live,
-        floor=proven_floor(graph, order).bytes,
+        floor=proven_floor(widest(graph, repeat), found.order).bytes,
         overhead=judged.overhead,
-        schedule=solution.schedule,
+        schedule=found.solution.schedule,
         certificate=cert,
     )
+
+
+def _failure(
+    graph: TrainingGraph, limit: int, order: Order, repeat: Repeat, certificate: Certificate
+) -> BudgetError:
+    """What to raise where there is no schedule within `limit` bytes."""
+    allowed = widest(graph, repeat)
+    floor = proven_floor(allowed, order)
+    setter = (
+        f"set by {graph.operations[floor.operation].name!r}"
+        if floor.operation >= 0
+        else "the resident bytes"
+    )
+    low = (
+        f"{which_schedules(graph, repeat)} at least {format_bytes(floor.bytes)} "
+        f"({floor.bytes} bytes, {setter}; {format_bytes(graph.resident)} of it are resident)"
+    )
+    if certificate.status != "infeasible":
+        return BudgetError(
+            f"no schedule within {format_bytes(limit)} ({limit} bytes) was found in "
+            f"{certificate.seconds:.1f} s, and none was ruled out; {low}; raise the budget or the "
+            "time limit"
+        )
+    advice = ["raise the budget", "reduce the batch size"]
+    lowest = proven_floor(graph, order).bytes
+    if allowed is not graph and lowest <= limit:
+        advice.append(
+            "try solver.repeat: all (with backward operations repeated, every schedule needs at "
+            f"least {format_bytes(lowest)})"
+        )
+    lowest = proven_floor(allowed, "free").bytes
+    if order == "fixed" and lowest <= limit:
+        advice.append(f"try solver.order: free (every order needs at least {format_bytes(lowest)})")
+    proof = "" if limit < floor.bytes else f"proven by the solver in {certificate.seconds:.1f} s; "
+    return InfeasibleBudgetError(
+        f"no schedule fits the budget of {format_bytes(limit)} ({limit} bytes): {proof}{low}; "
+        f"{' or '.join(advice[:2])}{''.join(', or ' + a for a in advice[2:])}",
+        floor=floor.bytes,
+    )
+
+
+def which_schedules(graph: TrainingGraph, repeat: Repeat) -> str:
+    """Beginning of the sentence that "every schedule needs" so much, as `repeat` narrows it."""
+    if graph.only_forward_repeats is graph:
+        return "every schedule needs"
+    if repeat == "forward":
+        return "every schedule that repeats forward operations alone needs"
+    return "even if backward operations are repeated, every schedule needs"
 
 
 def check_price(budget: Budget | int | float | str | None, max_overhead: float | None) -> None:
@@ -156,51 +182,130 @@ def plain_peak(graph: TrainingGraph, allocator: Allocator | None = None) -> int:
     return _judge(graph, Schedule.base(graph), allocator).reported
 
 
-def _solve(
-    graph: TrainingGraph,
-    limit: int | None,
-    strategy: str | Strategy,
-    options: SolveOptions,
-    margin: float,
-    allocator: Allocator | None,
-    plain: _Judged,
-    reorder: bool,
-) -> tuple[int | None, Solution, Order]:
-    """The bytes solved for, the solution, and whether the base order was kept."""
+@dataclass(frozen=True, slots=True)
+class _Search:
+    """What a graph is to be planned for; see `make_plan`."""
+
+    limit: int | None
+    strategy: str | Strategy
+    options: SolveOptions
+    margin: float
+    allocator: Allocator | None
+    plain: _Judged
+    reorder: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    graph: TrainingGraph
+    target: int | None
+    """Bytes solved for."""
+    solution: Solution
+    order: Order
+    """Whether the base order was kept."""
+
+
+def _graphs(graph: TrainingGraph, repeat: Repeat) -> tuple[TrainingGraph, ...]:
+    """What is searched, one after the other: in each, more operations are repeatable."""
+    if repeat == "all" or graph.only_forward_repeats is graph:
+        return (graph,)
+    return (graph.only_forward_repeats,) + ((graph,) if repeat == "auto" else ())
+
+
+def covering(certificate: Certificate, solved: TrainingGraph, graph: TrainingGraph) -> Certificate:
+    """The certificate of a solution of `solved`, with what it covers of `graph`'s schedules.
+
+    `solved` is `graph` itself or its `only_forward_repeats`.
+    """
+    # No schedule costs less than nothing, whatever it executes again.
+    proven = certificate.bound > 0 or certificate.status == "infeasible"
+    return replace(certificate, repeats="forward" if solved is not graph and proven else "all")
+
+
+def widest(graph: TrainingGraph, repeat: Repeat) -> TrainingGraph:
+    """The graph with what `repeat` allows, in the end, to execute again marked as repeatable."""
+    return _graphs(graph, repeat)[-1]
+
+
+def _first_that_fits(
+    search: _Search, graphs: Sequence[TrainingGraph], max_overhead: float | None
+) -> _Found:
+    """What the first graph gives with which the budget is met, else the best of all."""
+    begin = time.perf_counter()
+    options = search.options
+    best: _Found | None = None
+    for graph in graphs:
+        floor = proven_floor(graph, options.order).bytes
+        if graph is not graphs[-1] and search.limit is not None and search.limit < floor:
+            continue
+        if best is not None:
+            left = options.time_limit - (time.perf_counter() - begin)
+            left = max(left, _SECOND_SHARE * options.time_limit)
+            start = best.solution.schedule or options.start
+            search = replace(search, options=replace(options, time_limit=left, start=start))
+        if max_overhead is not None:
+            found = _solve_for_price(graph, max_overhead, search)
+            done = not _is_near_floor(graph, found, search)
+        else:
+            found = _solve(graph, search)
+            done = _rank(search, found)[0] == 0
+        if best is None or _rank(search, found) < _rank(search, best):
+            best = found
+        if done:
+            break
+    assert best is not None
+    return best
+
+
+def _rank(search: _Search, found: _Found) -> tuple[float, ...]:
+    """The less, the better: bytes over the budget as reported, then extra time or live bytes."""
+    schedule = found.solution.schedule
+    if schedule is None:
+        # The proof for more schedules says more.
+        return (math.inf, -sum(op.repeatable for op in found.graph.operations))
+    judged = _judge(found.graph, schedule, search.allocator)
+    if search.limit is None:
+        return (0, judged.live, judged.overhead)
+    return (max(0, judged.reported - search.limit), judged.overhead)
+
+
+def _is_near_floor(graph: TrainingGraph, found: _Found, search: _Search) -> bool:
+    """Whether the peak is in the lowest tenth of what can be saved."""
+    assert found.target is not None
+    floor = proven_floor(graph, found.order).bytes
+    return found.target - floor <= _NEAR_FLOOR * (search.plain.live - floor)
+
+
+def _solve(graph: TrainingGraph, search: _Search) -> _Found:
+    limit, strategy, options = search.limit, search.strategy, search.options
     fixed = options.order
     floor = proven_floor(graph, fixed)
-    if limit is None or plain.reported <= limit or limit < floor.bytes:
-        return limit, solve(graph, limit, strategy, options), fixed
-    reorder = reorder and strategy == "optimal" and fixed == "fixed"
+    if limit is None or search.plain.reported <= limit or limit < floor.bytes:
+        return _Found(graph, limit, solve(graph, limit, strategy, options), fixed)
+    reorder = search.reorder and strategy == "optimal" and fixed == "fixed"
     first = replace(options, time_limit=_FIXED_SHARE * options.time_limit) if reorder else options
-    best, spent = _adjusted(graph, limit, strategy, first, margin, allocator, floor)
+    best, spent = _adjusted(graph, limit, search, first, floor)
     order: Order = fixed
     if reorder and (best is None or best.rank > (0, _CHEAP)):
         left = min(options.time_limit - spent, (1 - _FIXED_SHARE) * options.time_limit)
         second = replace(options, order="free", time_limit=max(left, 0.1))
-        other, _ = _adjusted(
-            graph, limit, strategy, second, margin, allocator, proven_floor(graph, "free")
-        )
+        other, _ = _adjusted(graph, limit, search, second, proven_floor(graph, "free"))
         if other is not None and (
             best is None or (other.excess, other.overhead + _WORTH_REORDERING) < best.rank
         ):
             best, order = other, "free"
     if best is None:
-        return limit, solve(graph, limit, strategy, options), fixed
+        return _Found(graph, limit, solve(graph, limit, strategy, options), fixed)
     # Perhaps above the budget as reported; the live bytes are not.
     cert = best.solution.certificate
     if cert.status == "optimal" and cert.gap is not None and cert.gap > options.gap:
         cert = replace(cert, status="feasible")
-    return best.target, replace(best.solution, certificate=cert), order
+    return _Found(graph, best.target, replace(best.solution, certificate=cert), order)
 
 
-def _solve_for_price(
-    graph: TrainingGraph,
-    max_overhead: float,
-    strategy: str | Strategy,
-    options: SolveOptions,
-) -> tuple[int, Solution]:
+def _solve_for_price(graph: TrainingGraph, max_overhead: float, search: _Search) -> _Found:
     """The lowest peak that costs at most `max_overhead`, and its schedule."""
+    strategy, options = search.strategy, search.options
     found = least_memory(graph, max_overhead, options, strategy=strategy)
     certificate = Certificate(
         strategy if isinstance(strategy, str) else getattr(strategy, "__name__", "custom"),
@@ -210,16 +315,14 @@ def _solve_for_price(
         seconds=0.0,
         valid_for=found.valid_for,
     )
-    return found.peak, Solution(found.schedule, certificate)
+    return _Found(graph, found.peak, Solution(found.schedule, certificate), options.order)
 
 
 def _adjusted(
     graph: TrainingGraph,
     limit: int,
-    strategy: str | Strategy,
+    search: _Search,
     options: SolveOptions,
-    margin: float,
-    allocator: Allocator | None,
     floor: Floor,
 ) -> tuple[_Round | None, float]:
     """The best of several rounds, between which the target follows what the allocator reports.
@@ -228,7 +331,7 @@ def _adjusted(
     target may lose less. None if the first round found nothing. Also returns the seconds spent.
     """
     spent = 0.0
-    allowed = limit - int(margin * limit)
+    allowed = limit - int(search.margin * limit)
     best: _Round | None = None
     target, tried = allowed, set[int]()
     # No schedule is known at `low`; there is one at `high`, if any round has found one.
@@ -244,7 +347,7 @@ def _adjusted(
             gap=options.gap if k else max(options.gap, _ROUGH_GAP),
             time_limit=min(max(left, 0.1), (_SHARE if k else _ROUGH_SHARE) * options.time_limit),
         )
-        solution = solve(graph, target, strategy, limited)
+        solution = solve(graph, target, search.strategy, limited)
         cert = solution.certificate
         # Not by the clock: a strategy may have to be compiled first, once after installation.
         spent += cert.seconds
@@ -255,10 +358,10 @@ def _adjusted(
             target = (low + high) // 2
             continue
         high = min(high, target)
-        judged = _judge(graph, solution.schedule, allocator)
+        judged = _judge(graph, solution.schedule, search.allocator)
         spare = allowed - judged.reported
         found = _Round(max(0, -spare), judged.overhead, target, solution)
-        if best is None or found.rank < best.rank:
+        if best is None or found.rank < best.rank or found.proves_more_than(best):
             best = found
         if spare < 0:
             lower = target - max(-spare if k == 0 else -spare // 2, limit // 500)
@@ -284,8 +387,19 @@ class _Round:
     def rank(self) -> tuple[int, float]:
         return (self.excess, self.overhead)
 
+    def proves_more_than(self, other: _Round) -> bool:
+        """Whether this is as good a schedule for the same target, with a better bound."""
+        return (
+            self.rank == other.rank
+            and self.target == other.target
+            and self.solution.certificate.bound > other.solution.certificate.bound
+        )
+
 
 _ROUNDS = 12
+_SECOND_SHARE = 0.3
+"""Share of the time limit for the search with backward operations, whatever was used before."""
+_NEAR_FLOOR = 0.1
 _FIXED_SHARE = 0.6
 """Share of the time limit for the base order where another one may be tried."""
 _CHEAP = 0.01

@@ -21,6 +21,10 @@ Status = Literal["optimal", "feasible", "over-budget", "infeasible", "stopped"]
 over-budget: a heuristic's schedule that does not fit; infeasible: proven that none fits;
 stopped: a limit was reached before any fitting schedule was found."""
 
+Repeats = Literal["forward", "all"]
+"""Which operations a schedule may execute again: those of the forward pass alone, or backward ones
+as well."""
+
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
@@ -71,6 +75,9 @@ class Certificate:
     """Wall time until the first schedule within the budget; None if there was none."""
     valid_for: str = "base order"
     """What the bound covers: schedules in the given base order, or in any order."""
+    repeats: Repeats = "all"
+    """Which operations the schedules it covers may execute again: forward ones alone, or all that
+    the graph marks as repeatable."""
 
     @property
     def gap(self) -> float | None:
@@ -106,7 +113,8 @@ class Plan:
     """Simulated peak of the live bytes alone, resident included; what the certificate is about."""
     floor: int
     """Proven lower bound on the peak, resident included: of every schedule in base order, or in
-    any order if the strategy was free to change it."""
+    any order if the strategy was free to change it. Also of schedules that execute backward
+    operations again, unless these were ruled out."""
     overhead: float
     """Extra time / time of the plain step, by the measured costs."""
     schedule: Schedule
@@ -165,6 +173,7 @@ class Plan:
 
 
 _JSON = Reader("plan", PlanError)
+_REPEATS = Kind(f"one of {', '.join(get_args(Repeats))}", lambda value: value in get_args(Repeats))
 _STATUS = Kind(f"one of {', '.join(get_args(Status))}", lambda value: value in get_args(Status))
 _CERTIFICATE = {
     "solver": TEXT,
@@ -174,7 +183,10 @@ _CERTIFICATE = {
     "seconds": NUMBER,
     "seconds_first": NUMBER | NULL,
     "valid_for": TEXT,
+    "repeats": _REPEATS,
 }
+_LATER: dict[str, tuple[Any, ...]] = {"repeats": ("all",)}
+"""What the fields mean that older plans do not have."""
 
 
 def _certificate(data: Mapping[str, Any]) -> Certificate:
@@ -183,5 +195,8 @@ def _certificate(data: Mapping[str, Any]) -> Certificate:
         if key not in _CERTIFICATE:
             raise PlanError(f"plan has a malformed field: {where} has no {reprlib.repr(key)}")
     return Certificate(
-        **{key: _JSON.field(data, key, kind, where) for key, kind in _CERTIFICATE.items()}
+        **{
+            key: _JSON.field(data, key, kind, where, *_LATER.get(key, ()))
+            for key, kind in _CERTIFICATE.items()
+        }
     )

@@ -24,10 +24,11 @@ from optckpt.frontends.synthetic import chain, residual_chain
 from optckpt.graph import TrainingGraph
 from optckpt.schedule import Plan, Schedule
 from optckpt.simulate import simulate
+from optckpt.solvers.floor import static_floor
 
 KEYS = [
-    "strategy", "order", "status", "budget", "plain_peak", "peak", "overhead", "bound", "gap",
-    "seconds_first", "seconds", "executions",
+    "strategy", "order", "repeat", "status", "budget", "plain_peak", "peak", "overhead", "bound",
+    "gap", "seconds_first", "seconds", "executions",
 ]  # fmt: skip
 
 
@@ -393,3 +394,24 @@ def test_interruption_prints_what_there_is(graph, hands_over):
         assert answer["status"] == "stopped"
         assert answer["bound"] == 0.25
         assert answer["executions"] is None
+
+
+def test_backward_operations_are_repeated_unless_it_is_forbidden(call, tmp_path):
+    graph = chain(12, repeatable_backward=True)
+    graph.save(tmp_path / "graph.json")
+    arguments = ("solve", "graph.json", "--json", "--schedule", "plan.json", "--budget")
+    answer = json.loads(call(*arguments, "50%").stdout)
+    assert answer["repeat"] == "all"
+    assert Plan.load(tmp_path / "plan.json").certificate.repeats == "all"
+    answer = json.loads(call(*arguments, "50%", "--repeat", "forward").stdout)
+    assert answer["repeat"] == "forward"
+    plan = Plan.load(tmp_path / "plan.json")
+    assert plan.certificate.repeats == "forward"
+    plan.check_graph(graph)
+    simulate(graph.only_forward_repeats, plan.schedule)
+    below = str(static_floor(graph).bytes - 1)
+    result = call("solve", "graph.json", "--budget", below)
+    assert "even if backward operations are repeated, every schedule needs" in result.stderr
+    result = call("solve", "graph.json", "--budget", below, "--repeat", "forward")
+    assert "every schedule that repeats forward operations alone needs" in result.stderr
+    refused(call(*arguments, "50%", "--repeat", "twice"), "--repeat must be 'forward' or 'all'")

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib.image
@@ -17,10 +18,10 @@ import pytest
 from optckpt.compare import PLAIN, Row, _same, _time_in_turns, _with_gaps, compare
 from optckpt.config import Config, parse_config
 from optckpt.errors import OptckptError
-from optckpt.frontends.synthetic import residual_chain
+from optckpt.frontends.synthetic import chain, residual_chain
 from optckpt.graph import TrainingGraph
 from optckpt.planner import make_plan
-from optckpt.schedule import Plan
+from optckpt.schedule import Plan, Schedule
 from optckpt.step_process import StepError, StepProcess
 
 TINY = """\
@@ -249,8 +250,23 @@ def test_gaps_refer_to_the_best_bound():
     plan = make_plan(graph, "60%", "sqrt_n")
     tight = Plan(**{**fields_of(plan), "certificate": with_bound(plan, plan.overhead / 2)})
     rows = [Row("sqrt_n", "feasible"), Row("optimal", "optimal"), Row("speed", "failed")]
-    done = _with_gaps(rows, {"sqrt_n": plan, "optimal": tight})
+    done = _with_gaps(rows, {"sqrt_n": plan, "optimal": tight}, graph)
     assert [row.gap for row in done] == [plan.overhead / 2, plan.overhead / 2, None]
+
+
+def test_a_bound_for_forward_repeats_says_nothing_about_backward_ones():
+    graph = chain(8, repeatable_backward=True)
+    plan = make_plan(graph, "60%", "sqrt_n")
+    last = len(graph.operations) - 2
+    both = replace(plan, schedule=Schedule((*plan.schedule.executions, last)))
+    bound = replace(with_bound(plan, plan.overhead / 2), repeats="forward")
+    rows = [Row("sqrt_n", "feasible"), Row("both", "feasible"), Row("optimal", "optimal")]
+    plans = {"sqrt_n": plan, "both": both, "optimal": replace(plan, certificate=bound)}
+    done = _with_gaps(rows, plans, graph)
+    assert [row.gap for row in done] == [plan.overhead / 2, plan.overhead, plan.overhead / 2]
+    free = replace(bound, repeats="all")
+    done = _with_gaps(rows, {**plans, "optimal": replace(plan, certificate=free)}, graph)
+    assert [row.gap for row in done] == [plan.overhead / 2] * 3
 
 
 def fields_of(plan: Plan) -> dict:
@@ -258,8 +274,6 @@ def fields_of(plan: Plan) -> dict:
 
 
 def with_bound(plan: Plan, bound: float):
-    from dataclasses import replace
-
     return replace(plan.certificate, bound=bound, valid_for="base order")
 
 

@@ -217,3 +217,16 @@ def test_with_costs():
         GRAPH.with_costs([1.0, -1.0])
     with pytest.raises(GraphError, match="add up to infinity"):
         GRAPH.with_costs([1e308, 1e308])
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(st.integers(0, 10**6))
+def test_only_forward_repeats(seed):
+    graph = synthetic.random_graph(seed, 1 + seed % 15, repeatable_backward=0.5)
+    narrow = graph.only_forward_repeats
+    assert narrow.only_forward_repeats is narrow
+    assert (narrow is graph) == (narrow == graph)
+    for op, before in zip(narrow.operations, graph.operations, strict=True):
+        assert op.repeatable == (before.repeatable and before.forward)
+        assert replace(op, repeatable=before.repeatable) == before
+    assert narrow == replace(graph, operations=narrow.operations)

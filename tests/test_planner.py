@@ -12,7 +12,7 @@ from optckpt.planner import check_fits, make_plan
 from optckpt.schedule import Certificate, Schedule, Solution
 from optckpt.simulate import simulate
 from optckpt.solvers.floor import static_floor
-from optckpt.solvers.registry import SolveOptions
+from optckpt.solvers.registry import SolveOptions, solve
 
 MIB = 1 << 20
 GRAPH = synthetic.chain(16, resident=1000)
@@ -227,3 +227,92 @@ def test_a_budget_for_another_order_only_says_so():
     with pytest.raises(InfeasibleBudgetError) as error:
         make_plan(fixed, 5 * MIB)
     assert "order: free" not in str(error.value)
+
+
+def two_gradients(forward_bytes: int = 1) -> TrainingGraph:
+    """A small gradient is expanded twice before either of the large results is used up."""
+    sizes = (forward_bytes, MIB, 10 * MIB, 10 * MIB, MIB, MIB)
+    operations = [
+        Operation("loss", "op", 1.0, (), (0,)),
+        Operation("seed", "op", 1.0, (0,), (1,), forward=False, repeatable=False),
+        Operation("expand_a", "op", 1.0, (1,), (2,), forward=False),
+        Operation("expand_b", "op", 1.0, (1,), (3,), forward=False),
+        Operation("use_b", "op", 1.0, (3,), (4,), forward=False, repeatable=False),
+        Operation("use_a", "op", 1.0, (2,), (5,), forward=False, repeatable=False),
+    ]
+    buffers = tuple(Buffer(f"b{i}", size) for i, size in enumerate(sizes))
+    return TrainingGraph(tuple(operations), buffers, (4, 5))
+
+
+class TestRepeat:
+    """Which operations may be executed again."""
+
+    GRAPH = two_gradients()
+    NARROW = static_floor(GRAPH.only_forward_repeats).bytes
+    WIDE = static_floor(GRAPH).bytes
+
+    @pytest.mark.parametrize("allocator", [None, Allocator()])
+    def test_backward_operations_where_the_budget_is_not_met_otherwise(self, allocator):
+        assert self.WIDE == 12 * MIB < self.NARROW == 21 * MIB
+        plan = make_plan(self.GRAPH, 20 * MIB, allocator=allocator, repeat="auto")
+        assert plan.live_peak <= plan.predicted_peak <= 20 * MIB
+        assert plan.schedule.executions.count(2) == 2
+        assert plan.certificate.repeats == "all"
+        assert plan.certificate.status == "optimal"
+        assert plan.floor == self.WIDE
+        plan.check_graph(self.GRAPH)
+
+    def test_forward_alone_says_what_else_could_be_done(self):
+        with pytest.raises(InfeasibleBudgetError) as error:
+            make_plan(self.GRAPH, 16 * MIB, repeat="forward")
+        assert error.value.floor == self.NARROW
+        message = str(error.value)
+        assert "repeats forward operations alone needs at least 21.0 MiB" in message
+        assert "try solver.repeat: all (with backward operations repeated" in message
+        assert "12.0 MiB)" in message
+        with pytest.raises(InfeasibleBudgetError) as error:
+            make_plan(self.GRAPH, 6 * MIB, repeat="forward")
+        assert "solver.repeat" not in str(error.value)
+
+    @pytest.mark.parametrize("repeat", ["auto", "all"])
+    def test_not_even_with_backward_operations(self, repeat):
+        with pytest.raises(InfeasibleBudgetError, match="even if backward operations") as error:
+            make_plan(self.GRAPH, 11 * MIB, repeat=repeat)
+        assert error.value.floor == self.WIDE
+        assert "solver.repeat" not in str(error.value)
+
+    def test_a_graph_without_such_operations_is_not_spoken_of(self):
+        for repeat in ("auto", "forward", "all"):
+            with pytest.raises(InfeasibleBudgetError) as error:
+                make_plan(GRAPH, FLOOR.bytes - 1, repeat=repeat)
+            assert ": every schedule needs" in str(error.value)
+
+    def test_nobody_else_pays(self):
+        graph = synthetic.chain(16, repeatable_backward=True)
+        seen = []
+
+        def spy(graph, budget, options):
+            seen.append(graph)
+            return solve(graph, budget, "optimal", options)
+
+        plan = make_plan(graph, "60%", spy, repeat="auto")
+        assert plan.overhead > 0
+        assert all(g is graph.only_forward_repeats for g in seen)
+        assert plan.certificate.repeats == "forward"
+        assert plan.floor == static_floor(graph).bytes
+        assert plan.fingerprint == graph.fingerprint
+        seen.clear()
+        assert make_plan(graph, "60%", spy).certificate.repeats == "all"
+        assert all(g is graph for g in seen)
+        # That nothing costs less than nothing holds for all schedules.
+        assert make_plan(graph, None, repeat="auto").certificate.repeats == "all"
+
+    def test_a_price_that_leads_down_to_the_floor(self):
+        def lowest(price, repeat):
+            plan = make_plan(self.GRAPH, None, max_overhead=price, repeat=repeat)
+            assert plan.overhead <= price
+            return plan.live_peak
+
+        assert lowest(0.5, "forward") == self.NARROW
+        assert lowest(0.5, "auto") == lowest(0.5, "all") < self.NARROW
+        assert lowest(0.0, "auto") == self.NARROW

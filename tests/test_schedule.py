@@ -93,6 +93,7 @@ def test_damaged_plans_are_refused(plan, change, word):
         ("bound", None, "'bound' of the certificate must be a finite number"),
         ("seconds", float("inf"), "'seconds' of the certificate"),
         ("valid_for", 3, "'valid_for' of the certificate"),
+        ("repeats", "some", "'repeats' of the certificate must be one of forward, all"),
     ],
 )
 def test_damaged_certificates_are_refused(plan, key, value, words):
@@ -122,3 +123,11 @@ def test_a_plan_fits_its_own_graph_only(plan):
         plan.check_graph(synthetic.chain(7))
     with pytest.raises(PlanError, match="make a new plan"):
         plan.check_graph(synthetic.chain(6, size=1 << 19))
+
+
+def test_certificates_of_older_plans_cover_whatever_their_graph_allows(plan):
+    data = plan.to_json()
+    assert data["certificate"].pop("repeats") == "all"
+    assert Plan.from_json(data) == plan
+    data["certificate"]["repeats"] = "forward"
+    assert Plan.from_json(data).certificate.repeats == "forward"

@@ -75,8 +75,8 @@ def rewrite(capture: Capture, schedule: Schedule, *, scope: str = "optckpt") -> 
     edit = _plan(capture, schedule, scope)
     _check_acyclic(capture, edit)
     clones, edges = _apply(capture.tf_graph, edit)
-    _empty(capture)
     executed = [(op, clone.original) for op, clone in zip(clones, edit.clones, strict=True)]
+    _empty(capture, executed)
     copies = keep_orders(capture, executed, scope)
     chain = [clones[n] if isinstance(n, int) else n for group in edit.chain for n in group]
     history = getattr(capture.tf_graph, HISTORY, None)
@@ -361,15 +361,24 @@ def _apply(graph: tf.Graph, edit: _Edit) -> tuple[list[tf.Operation], int]:
     return clones, edges
 
 
-def _empty(capture: Capture) -> None:
-    """Give inputs that a kernel ignores an empty tensor, so that they hold no memory."""
+def _empty(capture: Capture, clones: Iterable[tuple[tf.Operation, tf.Operation]]) -> None:
+    """Give inputs that a kernel ignores an empty tensor, so that they hold no memory.
+
+    `clones`: (clone, original) pairs.
+    """
+    if not capture.ignored:
+        return
+    again: dict[tf.Operation, list[tf.Operation]] = {}
+    for clone, original in clones:
+        again.setdefault(original, []).append(clone)
     made: dict[tuple[tf.DType, str], tf.Tensor] = {}
     for op, i in capture.ignored:
         key = (op.inputs[i].dtype, op.device)
         if key not in made:
             with capture.tf_graph.as_default(), tf.control_dependencies(None), tf.device(op.device):
                 made[key] = tf.constant([], op.inputs[i].dtype, name="optckpt/empty")
-        changes(capture.tf_graph).redirect(op, i, made[key])
+        for reader in (op, *again.get(op, ())):
+            changes(capture.tf_graph).redirect(reader, i, made[key])
 
 
 def _protect(graph: tf.Graph, chain: Sequence[tf.Operation]) -> None:
