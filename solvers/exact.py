@@ -3,10 +3,10 @@
 A state is how many base operations have been executed, and which buffers must be in memory: those
 that what comes later reads before they are computed again. Going backwards nothing has to be
 decided about dropping: an execution is there because one of its results is wanted, and before it
-its inputs are wanted instead. Dijkstra's algorithm over these states, without those that a state
-with fewer wanted buffers makes superfluous. Its frontier bounds every schedule in base order, so a
-search that is cut off has proven something too. Proofs are in docs/solver.md, section 11; the
-search shares no code with `brute_force`, which goes forward.
+its inputs are wanted instead. Dijkstra's algorithm (A* with `potentials`) over these states,
+without those that a state with fewer wanted buffers makes superfluous. Its frontier bounds every
+schedule in base order, so a search that is cut off has proven something too. Proofs are in
+docs/solver.md, section 11; the search shares no code with `brute_force`, which goes forward.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from optckpt.solvers.compiling import compiled, interruptible
+from optckpt.solvers.potentials import Potentials
 from optckpt.solvers.preprocess import Problem
 
 GRAIN = 1e-9
@@ -149,10 +150,35 @@ def _before(  # type: ignore[no-untyped-def]
 
 
 @compiled
+def _rest(  # type: ignore[no-untyped-def]
+    position, wanted, later, constant, price, again, repeated, write_start, writes
+):  # fmt: skip
+    """A lower bound on the cost before the state; `later` are the operations executed from it on.
+
+    See `Potentials`.
+    """
+    bound = constant[position]
+    for o in range(position):
+        supplied = 0.0
+        for k in range(write_start[o], write_start[o + 1]):
+            if _holds(wanted, writes[k]):
+                supplied += price[position, writes[k]]
+        if _holds(later, o):
+            bound += min(supplied, repeated[position, o]) - again[position, o]
+        else:
+            bound += min(supplied, repeated[position, o] - again[position, o])
+    return max(bound, 0.0)
+
+
+@compiled
 def _reach(  # type: ignore[no-untyped-def]
-    position, mask, price, state, o, counts, table, at, masks, spent, behind, move, keys, ids
-):
-    """Note that executing `o` leads from the state (position, mask) to `state`, for `price`."""
+    position, mask, later, price, bound, state, o,
+    counts, table, at, masks, laters, spent, ranks, behind, move, keys, ids,
+):  # fmt: skip
+    """Note that executing `o` leads from the state (position, mask) to `state`, for `price`.
+
+    `bound` is on the cost of all schedules through the state.
+    """
     place = _find(table, position, mask, at, masks)
     known = table[place] - 1
     if known < 0:
@@ -164,16 +190,19 @@ def _reach(  # type: ignore[no-untyped-def]
     elif price >= spent[known]:
         return
     spent[known] = price
+    laters[known] = later
     behind[known] = state
     move[known] = o
     # Of equally dear states, those nearer to the beginning come first.
-    _push(keys, ids, counts[1], np.int64(price / GRAIN) << _BITS | position, known)
+    ranks[known] = np.int64(bound / GRAIN) << _BITS | position
+    _push(keys, ids, counts[1], ranks[known], known)
     counts[1] += 1
 
 
 @compiled
 def _expand(  # type: ignore[no-untyped-def]
-    limit, budget, cutoff, counts, table, at, masks, spent, behind, move, keys, ids,
+    limit, budget, cutoff, counts, table, at, masks, laters, spent, ranks, behind, move, keys, ids,
+    informed, constant, prices, again, repeated,
     read_start, reads, write_start, writes, take_start, takes,
     workspace, cost, repeatable, size, producer,
 ):  # fmt: skip
@@ -182,11 +211,12 @@ def _expand(  # type: ignore[no-untyped-def]
     Returns 0 if there is more to do, 1 if the first state of the heap is the beginning of the
     step, 2 if no state is left, 3 if the memory for states is used up.
     """
-    words = masks.shape[1]
-    wanted = np.zeros(words, np.uint64)
-    child = np.zeros(words, np.uint64)
+    wanted = np.zeros(masks.shape[1], np.uint64)
+    child = np.zeros(masks.shape[1], np.uint64)
+    later = np.zeros(laters.shape[1], np.uint64)
     arrays = (read_start, reads, write_start, writes, take_start, takes, workspace, size)
-    found = (counts, table, at, masks, spent, behind, move, keys, ids)
+    found = (counts, table, at, masks, laters, spent, ranks, behind, move, keys, ids)
+    led = (constant, prices, again, repeated, write_start, writes)
     for _ in range(limit):
         if not counts[1]:
             return 2
@@ -201,11 +231,11 @@ def _expand(  # type: ignore[no-untyped-def]
             return 3
         _pop(keys, ids, counts[1])
         counts[1] -= 1
-        if key >> _BITS > np.int64(here / GRAIN) or _superfluous(
-            state, table, at, masks, spent, child
-        ):
+        if key != ranks[state] or _superfluous(state, table, at, masks, spent, child):
             continue
+        least = (key >> _BITS) * GRAIN
         wanted[:] = masks[state]
+        later[:] = laters[state]
         live = np.int64(0)
         for t in range(len(size)):
             if _holds(wanted, t):
@@ -213,7 +243,9 @@ def _expand(  # type: ignore[no-untyped-def]
         o = position - 1
         fits, more = _before(o, wanted, child, live, budget, *arrays)
         if fits:
-            _reach(o, child, here, state, o, *found)
+            bound = max(least, here + _rest(o, child, later, *led) if informed else here)
+            if bound < cutoff:
+                _reach(o, child, later, here, bound, state, o, *found)
             if more <= 0:
                 # Every re-execution may as well come before it.
                 continue
@@ -227,12 +259,18 @@ def _expand(  # type: ignore[no-untyped-def]
                     break
                 if _holds(wanted, writes[k]):
                     first = False
-            price = here + cost[o]
-            if not first or not repeatable[o] or price >= cutoff:
+            if not first or not repeatable[o]:
                 continue
             fits, more = _before(o, wanted, child, live, budget, *arrays)
-            if fits:
-                _reach(position, child, price, state, o, *found)
+            if not fits:
+                continue
+            price = here + cost[o]
+            had = later[o >> 6]
+            later[o >> 6] |= np.uint64(1) << np.uint64(o & 63)
+            bound = max(least, price + _rest(position, child, later, *led) if informed else price)
+            if bound < cutoff:
+                _reach(position, child, later, price, bound, state, o, *found)
+            later[o >> 6] = had
     return 0
 
 
@@ -258,10 +296,12 @@ class Search:
         *,
         cutoff: float = float("inf"),
         states: int = STATES,
+        potentials: Potentials | None = None,
     ) -> None:
         """`budget` is in bytes, without resident ones; `cutoff` is a fraction of the plain step.
 
-        At most `states` states are held in memory.
+        At most `states` states are held in memory. With `potentials`, of this problem under this
+        budget, it is A*.
         """
         assert problem.n <= MOST_OPERATIONS
         p = problem
@@ -274,7 +314,13 @@ class Search:
             np.cumsum([len(x) for x in lists], out=start[1:])
             return start, np.array([number[t] for x in lists for t in x], np.int64)
 
+        none = np.zeros((1, 1))
+        led: tuple[Any, ...] = (False, np.zeros(1), none, none, none)
+        if potentials is not None:
+            prices = np.ascontiguousarray(potentials.wanted[:, charged])
+            led = (True, potentials.constant, prices, potentials.again, potentials.repeated)
         self._arguments: tuple[Any, ...] = (
+            *led,
             *ragged(p.reads),
             *ragged(p.writes),
             *ragged(p.takes),
@@ -291,18 +337,21 @@ class Search:
         table = np.zeros(1 << (2 * states - 1).bit_length(), np.int32)
         at = np.zeros(states, np.int16)
         masks = np.zeros((states, words), np.uint64)
+        laters = np.zeros((states, -(-p.n // 64)), np.uint64)
         self._spent = np.zeros(states)
+        ranks = np.zeros(states, np.int64)
         self._behind = np.zeros(states, np.int32)
         self._move = np.zeros(states, np.int16)
         self._keys = np.zeros(2 * states, np.int64)
         self._ids = np.zeros(2 * states, np.int32)
         self._states = (
-            table, at, masks, self._spent, self._behind, self._move, self._keys, self._ids,
+            table, at, masks, laters, self._spent, ranks, self._behind, self._move,
+            self._keys, self._ids,
         )  # fmt: skip
         end = np.zeros(words, np.uint64)
         for t in p.reads[p.n]:
             end[number[t] >> 6] |= np.uint64(1 << (number[t] & 63))
-        _reach(p.n, end, 0.0, -1, -1, self._counts, *self._states)
+        _reach(p.n, end, laters[0], 0.0, 0.0, -1, -1, self._counts, *self._states)
 
     def run(self, stop: Callable[[], bool], most: int | None = None) -> Outcome:
         """Search on until done, until memory is used up, until `stop`, or for `most` states.

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,21 +16,30 @@ from optckpt.frontends.synthetic import chain, random_graph
 from optckpt.graph import TrainingGraph
 from optckpt.schedule import Schedule
 from optckpt.simulate import simulate
+from optckpt.solvers import engine
 from optckpt.solvers.brute_force import cheapest
+from optckpt.solvers.engine import MipResult, solve_mip
 from optckpt.solvers.exact import Outcome, Search
 from optckpt.solvers.floor import static_floor
 from optckpt.solvers.incumbent import Incumbent
+from optckpt.solvers.potentials import STEP, potentials
 from optckpt.solvers.preprocess import preprocess
 from optckpt.solvers.registry import SolveOptions, solve
 
 
 def search(
-    graph: TrainingGraph, budget: int, *, cutoff: float = float("inf"), states: int = 20_000
+    graph: TrainingGraph,
+    budget: int,
+    *,
+    cutoff: float = float("inf"),
+    states: int = 20_000,
+    led: bool = False,
 ) -> Outcome:
-    """The whole search, of at most `states` states."""
-    return Search(preprocess(graph), budget - graph.resident, cutoff=cutoff, states=states).run(
-        lambda: False
-    )
+    """The whole search, of at most `states` states, with or without potentials."""
+    problem, room = preprocess(graph), budget - graph.resident
+    values = potentials(problem, room, time_limit=20) if led else None
+    whole = Search(problem, room, cutoff=cutoff, states=states, potentials=values)
+    return whole.run(lambda: False)
 
 
 def uneven_chain(n: int) -> TrainingGraph:
@@ -41,9 +53,10 @@ def uneven_chain(n: int) -> TrainingGraph:
     share=st.floats(0, 1),
     again=st.sampled_from([0.0, 0.5, 1.0]),
     distance=st.sampled_from([None, 0.0, 1e-7, 0.1]),
+    led=st.booleans(),
 )
 def test_agrees_with_brute_force(
-    seed: int, share: float, again: float, distance: float | None
+    seed: int, share: float, again: float, distance: float | None, led: bool
 ) -> None:
     rng = random.Random(seed)
     graph = random_graph(rng, rng.randint(3, 8), repeatable_backward=again)
@@ -52,11 +65,11 @@ def test_agrees_with_brute_force(
     budget = round(low + share**2 * (high - low))
     truth = cheapest(graph, budget)
     if truth is None:
-        assert search(graph, budget) == Outcome(None, float("inf"), True)
+        assert search(graph, budget, led=led) == Outcome(None, float("inf"), True)
         return
     optimum = truth[0] / graph.seconds
     cutoff = float("inf") if distance is None else optimum + distance
-    found = search(graph, budget, cutoff=cutoff)
+    found = search(graph, budget, cutoff=cutoff, led=led)
     assert found.finished
     if found.sequence is None:
         assert cutoff <= optimum + 1e-9
@@ -67,6 +80,61 @@ def test_agrees_with_brute_force(
     result = simulate(graph, schedule)
     assert result.peak <= budget
     assert result.overhead == pytest.approx(optimum, abs=1e-9)
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(seed=st.integers(0, 10**6), share=st.floats(0, 0.5), again=st.floats(0, 1))
+def test_potentials_do_not_change_the_answer(seed: int, share: float, again: float) -> None:
+    graph = random_graph(seed, 10 + seed % 15, repeatable=1.0, repeatable_backward=again)
+    budget = between(graph, share)
+    blind = search(graph, budget, states=300_000)
+    led = search(graph, budget, states=300_000, led=True)
+    assert blind.finished
+    assert led.finished
+    assert led.bound == pytest.approx(blind.bound, abs=1e-8)
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(seed=st.integers(0, 10**6), share=st.floats(0, 1), noise=st.floats(0, 2))
+def test_potentials_are_valid_whatever_the_dual_values(
+    seed: int, share: float, noise: float
+) -> None:
+    rng = random.Random(seed)
+    graph = random_graph(rng, rng.randint(3, 8), repeatable_backward=0.5)
+    budget = between(graph, share)
+    truth = cheapest(graph, budget)
+    problem, room = preprocess(graph), budget - graph.resident
+    wrong = np.random.default_rng(seed)
+
+    def disturbed(*args: Any, **limits: Any) -> MipResult:
+        result = solve_mip(*args, **limits)
+        if result.duals is None:
+            return result
+        duals = [d + noise * wrong.normal() * STEP for d in result.duals]
+        return replace(result, duals=duals)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "solve_mip", disturbed)
+        values = potentials(problem, room, time_limit=20)
+    found = Search(problem, room, states=20_000, potentials=values).run(lambda: False)
+    assert found.finished
+    optimum = float("inf") if truth is None else truth[0] / graph.seconds
+    assert found.bound == pytest.approx(optimum, abs=1e-8)
+
+
+def test_potentials_see_what_the_linear_program_sees() -> None:
+    graph = uneven_chain(16)
+    budget = between(graph, 0.3)
+    values = potentials(preprocess(graph), budget - graph.resident, time_limit=20)
+    assert values is not None
+    least = values.constant[-1] + sum(values.wanted[-1, t] for t in graph.outputs)
+    assert 0.05 < least <= search(graph, budget).bound
+
+
+def test_no_potentials_for_large_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("optckpt.solvers.potentials.MAX_COLUMNS", 100)
+    graph = uneven_chain(16)
+    assert potentials(preprocess(graph), between(graph, 0.3), time_limit=20) is None
 
 
 @settings(derandomize=True, deadline=None, max_examples=60)
