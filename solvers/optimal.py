@@ -29,6 +29,7 @@ from optckpt.solvers.floor import static_floor
 from optckpt.solvers.incumbent import LARGE, Incumbent
 from optckpt.solvers.loss_cut import start_loss_cut
 from optckpt.solvers.order import free_order
+from optckpt.solvers.potentials import potentials
 from optckpt.solvers.preprocess import Problem, preprocess
 from optckpt.solvers.registry import Progress, SolveOptions
 from optckpt.solvers.stage_cuts import STEP, Choice, build, read_choice
@@ -45,8 +46,8 @@ LINEAR_COLUMNS = 4000
 """Columns beyond which another linear relaxation takes too long."""
 EXACT_OPERATIONS = 400
 """Graphs of at most so many operations are searched exactly beside the cuts."""
-EXACT_WORK = 8_000_000
-"""States times operations of the exact search before the first cuts; twice that a round."""
+EXACT_WORK = (8_000_000, 80_000_000)
+"""States times operations of the exact search before the first cuts, and each round."""
 LAST_TRIES = 6
 """Annealings from an incumbent that no cut can help to judge."""
 TOLERANCE = 1e-6
@@ -123,6 +124,9 @@ class _Search:
     """Rounds of new cuts so far."""
     effort: int = 10_000
     """Moves per annealing in this round."""
+    exact: Search | None = None
+    exact_led: bool = False
+    """Whether potentials for the exact search have been asked for."""
 
     @cached_property
     def incumbent(self) -> Incumbent:
@@ -136,10 +140,6 @@ class _Search:
 
     def closed(self) -> bool:
         return self.incumbent.found and self.incumbent.cost - self.bound <= self.tolerance
-
-    @cached_property
-    def exact(self) -> Search:
-        return Search(self.problem, self.budget)
 
     def report(self) -> None:
         if self.options.progress is not None:
@@ -163,7 +163,7 @@ class _Search:
             self.incumbent.offer_heuristics()
         if not self.first_bound():
             return "infeasible"
-        status = self.search_exactly(EXACT_WORK)
+        status = self.search_exactly(EXACT_WORK[0])
         if status is not None:
             return status
         sequence, solve_first = self.linear_rounds()
@@ -175,7 +175,7 @@ class _Search:
             if not solve_first and not self.add_cuts(sequence):
                 return self.exhausted()
             solve_first = False
-            status = self.search_exactly(2 * EXACT_WORK)
+            status = self.search_exactly(EXACT_WORK[1])
             if status is not None:
                 return status
             if self.incumbent.remaining() <= 0:
@@ -254,6 +254,16 @@ class _Search:
         """
         if self.problem.n > EXACT_OPERATIONS or self.closed():
             return None
+        if self.exact is None:
+            self.exact = Search(self.problem, self.budget)
+        elif not self.exact_led:
+            # Small graphs are done before the linear program for these would be.
+            self.exact_led = True
+            led = potentials(
+                self.problem, self.budget, time_limit=max(0.1, self.incumbent.remaining() / 4)
+            )
+            if led is not None:
+                self.exact = Search(self.problem, self.budget, potentials=led)
         self.exact.cutoff = self.incumbent.cost - self.tolerance / 2
         outcome = self.exact.run(
             lambda: self.incumbent.remaining() <= 0,
