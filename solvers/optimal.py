@@ -32,18 +32,21 @@ from optckpt.solvers.order import free_order
 from optckpt.solvers.potentials import potentials
 from optckpt.solvers.preprocess import Problem, preprocess
 from optckpt.solvers.registry import Progress, SolveOptions
-from optckpt.solvers.stage_cuts import STEP, Choice, build, read_choice
+from optckpt.solvers.stage_cuts import STEP, Choice, read_choice
+from optckpt.solvers.strengthening import Strengthening
 
 logger = logging.getLogger("optckpt.solvers.optimal")
 
-LINEAR_GAIN = 0.01
-"""Share by which new cuts have to raise the linear relaxation's value to count as progress."""
-LINEAR_EFFORT = 5000
-"""Moves of the annealing meanwhile."""
-LINEAR_PATIENCE = 2
+LINEAR_GAIN = 1e-4
+"""What new cuts have to add to the linear relaxation's value (of the step) to count as progress."""
+LINEAR_EFFORT = 20_000
+"""Moves of the annealings meanwhile."""
+LINEAR_PATIENCE = 3
 """Rounds without progress after which integrality takes over."""
-LINEAR_COLUMNS = 4000
-"""Columns beyond which another linear relaxation takes too long."""
+LINEAR_COLUMNS = 12_000
+"""Open columns beyond which another linear relaxation takes too long."""
+PATH_ROUNDS = 3
+"""How often path rows are added to one linear relaxation at most."""
 EXACT_OPERATIONS = 400
 """Graphs of at most so many operations are searched exactly beside the cuts."""
 EXACT_WORK = (8_000_000, 80_000_000)
@@ -104,6 +107,21 @@ def in_base_order(
         return search.solution("feasible"), True
 
 
+@dataclass(frozen=True)
+class Linear:
+    """What a linear relaxation came to."""
+
+    value: float
+    """Its bound, as a fraction of the plain step."""
+    sequence: list[int]
+    """Its solution, rounded and decoded."""
+    cuts: set[int]
+    slack: set[int]
+    """Cuts without which the value would be the same."""
+    columns: int
+    """Columns that no fact decided."""
+
+
 @dataclass
 class _Search:
     """The state of one call: incumbent, bound, cuts."""
@@ -140,6 +158,10 @@ class _Search:
 
     def closed(self) -> bool:
         return self.incumbent.found and self.incumbent.cost - self.bound <= self.tolerance
+
+    @cached_property
+    def strengthening(self) -> Strengthening:
+        return Strengthening(self.problem, self.budget)
 
     def report(self) -> None:
         if self.options.progress is not None:
@@ -279,63 +301,96 @@ class _Search:
     def linear_rounds(self) -> tuple[list[int], bool]:
         """Choose the first cuts by linear relaxations, which take a hundredth of the time.
 
-        More cuts raise the linear value up to a point, then lower it a little. Returns the decoded
-        solution of the highest value, whose cuts remain, and whether these cuts are worth a
-        solution in integers before there are more of them.
+        Returns the decoded solution of the highest value, whose cuts remain as far as they bear
+        on it, and whether these cuts are worth a solution in integers before there are more.
         """
-        sequence = best = self.incumbent.base
-        best_value, best_cuts, stalled = 0.0, set(self.cuts), 0
+        sequence = self.incumbent.base
+        best = Linear(0.0, sequence, set(), set(), 0)
+        dropped: set[int] = set()
+        stalled = 0
         while stalled < LINEAR_PATIENCE and not self.closed() and self.add_cuts(sequence):
             found = self.solve_linear()
             if found is None:
                 return sequence, False
-            value, sequence, columns = found
+            sequence = found.sequence
             stalled += 1
-            if value > best_value * (1 + LINEAR_GAIN):
-                best, best_value, best_cuts, stalled = sequence, value, set(self.cuts), 0
-            if columns > LINEAR_COLUMNS:
+            if found.value > best.value + LINEAR_GAIN:
+                best, stalled = found, 0
+            if found.columns > LINEAR_COLUMNS:
                 break
+            # A smaller relaxation of the same value. Cuts that come back have a reason.
+            loose = found.slack - dropped
+            dropped |= loose
+            self.cuts -= loose
         self.moments.clear()
         behind = False
         if not self.closed():
             # On chains of blocks no violation shows that the stretch behind the peak matters.
             self.cuts = behind_the_peak(self.problem)
             found = self.solve_linear()
-            if found is not None and found[0] > best_value:
-                best, best_cuts, behind = found[1], set(self.cuts), True
-        self.cuts = best_cuts
-        self.incumbent.improve(best, self.effort, hot=1.0)
-        return best, behind
+            if found is not None and found.value > best.value:
+                best, behind = found, True
+        if best.slack and not self.closed():
+            self.cuts = best.cuts - best.slack
+            found = self.solve_linear()
+            if found is not None and found.value > best.value - LINEAR_GAIN:
+                best = found
+        self.cuts = set(best.cuts)
+        self.incumbent.improve(best.sequence, self.effort, hot=1.0)
+        return best.sequence, behind
 
-    def solve_linear(self) -> tuple[float, list[int], int] | None:
+    def solve_linear(self) -> Linear | None:
         """Solve the linear relaxation for the current cuts, annealing meanwhile; raises the bound.
 
-        Returns its value, its solution decoded, and its number of columns. None if it is
-        infeasible, or if the time is over.
+        Path rows that its solution violates are put in, as long as there are some. Returns None
+        if it is infeasible, or if the time is over.
         """
-        relaxation = build(self.problem, self.cuts, self.budget)
-        if self.incumbent.remaining() <= 0:
-            return None
-        run = engine.Solve(
-            relaxation.model, time_limit=max(0.1, self.incumbent.remaining()), relax=True
-        )
-        try:
-            warm = self.incumbent.best or self.incumbent.base
-            self.incumbent.improve(warm, LINEAR_EFFORT, hot=1.0)
-            result = run.result()
-        finally:
-            run.cancel()
-        logger.debug(
-            "%d cuts, linear: %s, bound %.5f, incumbent %.5f, %.1f s",
-            len(self.cuts), result.status, result.bound / STEP, self.incumbent.cost,
-            self.incumbent.elapsed(),
-        )  # fmt: skip
-        if result.status == "infeasible" or result.values is not None:
-            self.raise_bound(result.bound / STEP)
-        if result.values is None:
-            return None
-        sequence = decode(self.problem, read_choice(relaxation, result.values))
-        return result.bound, sequence, len(relaxation.model.cost)
+        value = -1.0
+        for k in range(PATH_ROUNDS + 1):
+            strengthened = self.strengthening.build(self.cuts)
+            model = strengthened.relaxation.model
+            if self.incumbent.remaining() <= 0:
+                return None
+            run = engine.Solve(model, time_limit=max(0.1, self.incumbent.remaining()), relax=True)
+            try:
+                if not k:
+                    warm = self.incumbent.best or self.incumbent.base
+                    self.incumbent.improve(warm, LINEAR_EFFORT, hot=1.0)
+                result = run.result()
+            finally:
+                run.cancel()
+            logger.debug(
+                "%d cuts, linear: %s, %d of %d columns, %d path rows, bound %.5f, "
+                "incumbent %.5f, %.1f s",
+                len(self.cuts), result.status, strengthened.open, len(model.cost),
+                len(strengthened.rows), result.bound / STEP, self.incumbent.cost,
+                self.incumbent.elapsed(),
+            )  # fmt: skip
+            if result.status == "infeasible" or result.values is not None:
+                self.raise_bound(min(result.bound / STEP, strengthened.cutoff))
+            values = result.values
+            if values is None:
+                return None
+            # A relaxation without columns comes back without them.
+            duals = result.duals or [0.0] * len(model.row_lower)
+            gain = result.bound / STEP - value
+            value = result.bound / STEP
+            if self.closed() or k == PATH_ROUNDS or gain < LINEAR_GAIN:
+                break
+            if not self.strengthening.separate(strengthened, values):
+                break
+        sequence = decode(self.problem, read_choice(strengthened.relaxation, values))
+        if not self.closed():
+            self.incumbent.offer(sequence)
+            self.incumbent.improve(sequence, LINEAR_EFFORT, hot=1.0)
+        if self.incumbent.found:
+            self.strengthening.facts.learn(strengthened.relaxation, duals, self.cutoff())
+        slack = strengthened.slack_cuts(duals)
+        return Linear(value, sequence, set(self.cuts), slack, strengthened.open)
+
+    def cutoff(self) -> float:
+        """Only schedules up to this overhead are of interest."""
+        return self.incumbent.cost - self.tolerance / 4
 
     def solve_round(self) -> Choice | None:
         """Solve the relaxation for the current cuts, annealing meanwhile.
@@ -344,10 +399,8 @@ class _Search:
         or dearer than the incumbent, or the time is over.
         """
         self.rounds += 1
-        cutoff = self.incumbent.cost - self.tolerance / 4
-        relaxation = build(
-            self.problem, self.cuts, self.budget, moments=self.moments, cutoff=cutoff
-        )
+        strengthened = self.strengthening.build(self.cuts, self.moments, self.cutoff())
+        relaxation, cutoff = strengthened.relaxation, strengthened.cutoff
         # Larger relaxations take longer, which leaves this process more time.
         self.effort = 20_000 * min(self.rounds, 4) + 20 * len(relaxation.model.cost)
         alone = self.options.threads == 1
@@ -367,9 +420,9 @@ class _Search:
         finally:
             run.cancel()
         logger.debug(
-            "round %d: %d cuts, %d columns, %s, bound %.5f, incumbent %.5f, %.1f s",
-            self.rounds, len(self.cuts), len(relaxation.model.cost), result.status,
-            result.bound / STEP, self.incumbent.cost, self.incumbent.elapsed(),
+            "round %d: %d cuts, %d of %d columns, %s, bound %.5f, incumbent %.5f, %.1f s",
+            self.rounds, len(self.cuts), strengthened.open, len(relaxation.model.cost),
+            result.status, result.bound / STEP, self.incumbent.cost, self.incumbent.elapsed(),
         )  # fmt: skip
         if result.status == "infeasible":
             self.raise_bound(cutoff)

@@ -42,6 +42,8 @@ class Relaxation:
     comp: tuple[dict[int, int], ...]
     """Per cut: operation -> column."""
     again: tuple[dict[int, int], ...]
+    memory: tuple[int, ...]
+    """Per cut: its memory row."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,7 @@ class _Builder:
     keep: list[dict[int, int]] = field(default_factory=list)
     comp: list[dict[int, int]] = field(default_factory=list)
     again: list[dict[int, int]] = field(default_factory=list)
+    memory: list[int] = field(default_factory=list)
 
     def at_least(self, terms: dict[int, float], low: float) -> None:
         self.model.add_row(terms, lower=low)
@@ -217,6 +220,7 @@ class _Builder:
                 self.at_least({**dict.fromkeys(givers, 1.0), taken: -1.0}, 0.0)
             terms[taken] = gift
         room = math.floor((self.budget - fixed) / self.unit)
+        self.memory.append(len(self.model.row_lower))
         self.model.add_row({c: v for c, v in terms.items() if v}, upper=float(room))
 
     def add_moments(self, i: int) -> None:
@@ -332,4 +336,5 @@ def build(
         tuple(builder.keep),
         tuple(builder.comp),
         tuple(builder.again),
+        tuple(builder.memory),
     )
