@@ -35,7 +35,7 @@ CELLS = 3_000_000
 """Values V in all; more memory levels where there are fewer blocks."""
 MOST_LEVELS = 1500
 FEWEST_LEVELS = 150
-TRIES = 3
+TRIES = 4
 LESS = 1e-4
 
 Ints = npt.NDArray[np.int64]
@@ -113,21 +113,27 @@ class BlockProgram:
         """Sequences for `budget` bytes (without resident data); none if the program finds none.
 
         Sizes are rounded in the program: a sequence may exceed the budget by a little. Then come
-        others, made with a little less and in the smallest levels, `TRIES` in all at most.
+        one without slack and others, made with a little less and in the smallest levels, `TRIES`
+        in all at most, until one fits.
         """
         levels = min(MOST_LEVELS, CELLS // (len(self.chain) * (len(self.chain) + 1) // 2))
+        unit = self._unit(budget, levels)
         found: list[list[int]] = []
         target = budget
-        while len(found) < TRIES:
-            unit = max(1.0, budget / levels) if found else self._unit(budget, levels)
-            sequence = self._sequence(target, unit, 0.0 if found else 0.5)
+        for k in range(TRIES):
+            sequence = self._sequence(target, unit, 0.0 if k else 0.5)
+            if k:
+                unit = max(1.0, budget / levels)
             if sequence is None:
+                if k == 1:
+                    continue
                 break
             found.append(sequence)
             peak = max(profile(self.problem, sequence))
             if peak <= budget:
                 break
-            target = int(target * budget / peak * (1 - LESS))
+            if k:
+                target = int(target * budget / peak * (1 - LESS))
         return found
 
     def _sequence(self, budget: int, unit: float, slack: float) -> list[int] | None:

@@ -93,19 +93,17 @@ def step_costs(problem: Problem, path: Sequence[int]) -> list[float]:
     """Per buffer of `path` the time of computing it from the one before it.
 
     Companions count as well: repeatable operations that write what the step alone reads, if that
-    is no smaller than what is charged for the step's buffer. Each serves one step.
+    is no smaller than the step's buffer. Each serves one step.
     """
     p = problem
     used = {p.producer[t] for t in path}
     costs: list[float] = []
-    least = math.inf
     for t in path:
-        least = min(least, p.size[t])
         o = p.producer[t]
         price = p.cost[o]
         for c in p.reads[o]:
             a = p.producer[c]
-            alone = p.base_readers[c] == (o,) and p.size[c] >= least
+            alone = p.base_readers[c] == (o,) and p.size[c] >= p.size[t]
             if alone and p.repeatable[a] and a not in used:
                 used.add(a)
                 price += p.cost[a]

@@ -14,7 +14,14 @@ from collections.abc import Callable, Sequence
 
 from optckpt.graph import TrainingGraph
 from optckpt.solvers.ancestry import Ancestry
-from optckpt.solvers.chain_bound import Chain, Moment, chain_of, heaviest_path, least_cost
+from optckpt.solvers.chain_bound import (
+    Chain,
+    Moment,
+    chain_of,
+    heaviest_path,
+    least_cost,
+    step_costs,
+)
 from optckpt.solvers.preprocess import Problem, preprocess
 
 MOST_READERS = 3000
@@ -75,9 +82,7 @@ def chain_in_any_order(graph: TrainingGraph, budget: int) -> Chain | None:
         if p.takes[c]:
             need -= p.size[p.writes[c][0]]
         moments.append(Moment(k, True, budget - need))
-    return chain_of(
-        [p.size[t] for t in path], [p.cost[p.producer[t]] for t in path], moments, budget
-    )
+    return chain_of([p.size[t] for t in path], step_costs(p, path), moments, budget)
 
 
 def order_chain_bound(

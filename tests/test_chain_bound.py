@@ -12,11 +12,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies_support import between
 
-from optckpt.frontends.synthetic import chain, random_graph
-from optckpt.graph import TrainingGraph
+from optckpt.frontends.synthetic import chain, random_graph, resnet
+from optckpt.graph import Buffer, Operation, TrainingGraph
 from optckpt.solvers.brute_force import cheapest
-from optckpt.solvers.chain_bound import Moment, chain_bound, chain_of, least_cost
+from optckpt.solvers.chain_bound import (
+    Moment,
+    chain_bound,
+    chain_of,
+    heaviest_path,
+    least_cost,
+    step_costs,
+)
+from optckpt.solvers.heuristics import griewank
+from optckpt.solvers.loss_cut import loss_cut_bound
+from optckpt.solvers.optimal import optimal
 from optckpt.solvers.preprocess import preprocess
+from optckpt.solvers.registry import SolveOptions
 
 INFINITY = float("inf")
 
@@ -125,3 +136,92 @@ def test_no_schedule_in_base_order_is_cheaper(seed: int, share: float) -> None:
     if bound is not None:
         best = INFINITY if truth is None else truth[0] / graph.seconds
         assert bound <= best + 1e-9
+
+
+def with_companions(rng: random.Random) -> TrainingGraph:
+    """A chain of which some layers also read what a companion makes of an earlier layer's output.
+
+    Now and then the backward pass reads it too, or it is small: then it must not count.
+    """
+    n = rng.randint(2, 4)
+    size = sorted((rng.randint(1, 4) for _ in range(n)), reverse=rng.random() < 0.8)
+    operations: list[Operation] = []
+    buffers: list[Buffer] = []
+
+    def add(name: str, seconds: int, reads: Sequence[int], out: int, forward: bool = True) -> int:
+        buffers.append(Buffer(name, out))
+        operations.append(
+            Operation(
+                name, "Op", float(seconds), tuple(reads), (len(buffers) - 1,),
+                forward=forward, repeatable=forward,
+            )
+        )  # fmt: skip
+        return len(buffers) - 1
+
+    layers: list[int] = []
+    wanted: list[list[int]] = []
+    for k in range(n):
+        reads = layers[-1:]
+        extra = []
+        if k and rng.random() < 0.6:
+            source = [layers[rng.randrange(k)]] if rng.random() < 0.8 else []
+            extra = [add(f"c{k}", rng.randint(1, 4), source, rng.randint(1, 5))]
+        layers.append(add(f"p{k}", rng.randint(0, 4), [*reads, *extra], size[k]))
+        wanted.append([layers[-1], *(extra if rng.random() < 0.2 else [])])
+    gradient: list[int] = []
+    for k in range(n - 1, -1, -1):
+        out = rng.randint(1, 2)
+        gradient = [add(f"g{k}", rng.randint(0, 2), [*gradient, *wanted[k]], out, False)]
+    return TrainingGraph(tuple(operations), tuple(buffers), (gradient[0],))
+
+
+@settings(derandomize=True, deadline=None, max_examples=400)
+@given(seed=st.integers(0, 10**9), share=st.floats(-0.1, 0.7))
+def test_companions_cost_no_more_than_they_do(seed: int, share: float) -> None:
+    graph = with_companions(random.Random(seed))
+    budget = max(1, between(graph, share))
+    bound = chain_bound(preprocess(graph), budget)
+    truth = cheapest(graph, budget)
+    best = INFINITY if truth is None else truth[0] / graph.seconds
+    assert bound is None or bound <= best + 1e-9
+
+
+def test_projections_beside_a_path_are_companions() -> None:
+    graph = resnet(3, 3)
+    problem = preprocess(graph)
+    path = heaviest_path(problem)
+    costs = step_costs(problem, path)
+    operations = [problem.producer[t] for t in path]
+    beside = [
+        o for o in range(problem.n)
+        if graph.operations[problem.members[o][0]].kind == "Conv2D"
+        and graph.operations[problem.members[o][0]].forward
+        and o not in operations
+    ]  # fmt: skip
+    assert beside
+    more = sum(costs) - sum(problem.cost[o] for o in operations)
+    assert more == pytest.approx(sum(problem.cost[o] for o in beside))
+
+
+def test_long_chains_of_many_sizes_are_bounded_still() -> None:
+    rng = random.Random(5)
+    graph = chain(250, [rng.randint(10**6, 2 * 10**6) for _ in range(250)])
+    budget = between(graph, 0.03)
+    bound = chain_bound(preprocess(graph), budget)
+    solution = griewank(graph, budget, SolveOptions())
+    assert solution.certificate.cost is not None
+    assert bound is not None
+    assert 0.1 < bound < solution.certificate.cost
+    assert chain_bound(preprocess(graph), budget, lambda: False) is None
+
+
+def test_certificates_of_chains_rest_on_it() -> None:
+    graph = resnet(3, 6)
+    budget = between(graph, 0.1)
+    certificate = optimal(graph, budget, SolveOptions(time_limit=100.0, gap=0.02)).certificate
+    bound = chain_bound(preprocess(graph), budget - graph.resident)
+    assert bound is not None
+    assert certificate.status == "optimal"
+    assert certificate.cost is not None
+    assert certificate.cost > loss_cut_bound(graph, budget) + 0.02
+    assert bound - 1e-6 <= certificate.bound <= certificate.cost <= bound + 0.02
