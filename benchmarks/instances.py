@@ -126,7 +126,10 @@ def _generated(
 
 
 def _network(name: str, parameters: str, cache: Path) -> TrainingGraph:
-    """A reference network with its measured costs, from the cache if it is there."""
+    """A reference network with its measured costs, from the cache if it is there.
+
+    Forward operations alone may be executed again, as `solver.repeat: auto` plans it first.
+    """
     given = dict(p.partition("=")[::2] for p in parameters.split(",") if p)
     settings = parse_config({"model": {"name": name, **{k: _value(v) for k, v in given.items()}}})
     sent = settings.model_dump(mode="json")
@@ -140,4 +143,4 @@ def _network(name: str, parameters: str, cache: Path) -> TrainingGraph:
                 process.ask("capture", path=str(file), plain_path=str(plain))
         finally:
             plain.unlink(missing_ok=True)
-    return TrainingGraph.load(file)
+    return TrainingGraph.load(file).only_forward_repeats

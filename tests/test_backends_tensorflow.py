@@ -29,8 +29,9 @@ from optckpt.frontends.tf_traced import as_traced
 from optckpt.graph import TrainingGraph
 from optckpt.schedule import Schedule
 from optckpt.simulate import simulate
+from optckpt.solvers.floor import static_floor
 from optckpt.solvers.recompute import always_kept, schedule_from_kept
-from optckpt.solvers.registry import solve
+from optckpt.solvers.registry import SolveOptions, solve
 
 MIB = 1024 * 1024
 
@@ -468,3 +469,118 @@ def test_no_option_of_the_process_is_changed() -> None:
     model, xs = chain(3)
     Step(model, xs, everything_again)(normal(8, 64))
     assert (tf.config.optimizer.get_experimental_options(), tf.config.optimizer.get_jit()) == before
+
+
+def gated(width: int) -> tuple[Callable[[tf.Tensor], tf.Tensor], list[tf.Variable]]:
+    """Blocks in which a small gradient is expanded into several large ones."""
+    narrow = width // 16
+    blocks = [
+        [weight(narrow, width, seed=3 * i + j) for j in range(3)] + [weight(width, narrow, seed=i)]
+        for i in range(2)
+    ]
+
+    def model(x: tf.Tensor) -> tf.Tensor:
+        for a, b, c, out in blocks:
+            x = x + (tf.tanh(x @ a) * tf.sin(x @ b) * tf.sigmoid(x @ c)) @ out
+        return tf.reduce_mean(tf.square(x))
+
+    return model, [w for block in blocks for w in block]
+
+
+def forget_backward(seed: int) -> Callable[[TrainingGraph], Schedule]:
+    """Random backward operations again, before backward operations that read their results."""
+
+    def make(graph: TrainingGraph) -> Schedule:
+        rng = np.random.RandomState(seed)
+        executions: list[int] = []
+        for i, op in enumerate(graph.operations):
+            before = {graph.producer[b] for b in op.reads}
+            for p in sorted(before):
+                maker = graph.operations[p]
+                if not op.forward and not maker.forward and maker.repeatable and rng.rand() < 0.7:
+                    executions.append(p)
+            executions.append(i)
+        return Schedule(tuple(executions))
+
+    return make
+
+
+def batch_norm_net() -> tuple[Callable[[tf.Tensor], tf.Tensor], list[tf.Variable]]:
+    ws = [weight(3, 3, 8, 8, seed=i) for i in range(4)]
+    scale, offset = weight(8, seed=8), weight(8, seed=9)
+
+    def model(x: tf.Tensor) -> tf.Tensor:
+        x = tf.nn.bias_add(tf.nn.conv2d(x, ws[0], 1, "SAME"), offset)
+        for w in ws[1:]:
+            h, _, _ = tf.compat.v1.nn.fused_batch_norm(tf.nn.conv2d(x, w, 1, "SAME"), scale, offset)
+            x = tf.nn.max_pool2d(tf.nn.relu(h), 3, 1, "SAME") + 0.5 * x
+        penalty = tf.add_n([tf.nn.l2_loss(w) for w in ws])
+        return tf.reduce_mean(tf.square(x)) + 1e-3 * penalty
+
+    return model, [*ws, scale, offset]
+
+
+@pytest.mark.parametrize(
+    ("network", "shape"),
+    [
+        (gated(256), (64, 16)),
+        (batch_norm_net(), (4, 16, 16, 8)),
+        (conv_net(8), (4, 16, 16, 3)),
+        (transformer(64), (2, 32, 64)),
+    ],
+    ids=["gated", "batch norm", "convolutions", "transformer"],
+)
+def test_backward_operations_executed_again_change_no_bit(
+    network: Any, shape: tuple[int, ...]
+) -> None:
+    model, xs = network
+    x = normal(*shape)
+    plain = Step(model, xs)(x)
+    for seed in range(3):
+        step = Step(model, xs, forget_backward(seed), chain_from=1, count_from=0)
+        again = step(x)
+        assert step.report is not None
+        assert len(step.report.clones) > 5
+        assert_same(again, plain)
+
+
+def test_a_repeated_gradient_of_batch_normalisation_holds_no_reserve_space() -> None:
+    model, xs = batch_norm_net()
+    step = Step(model, xs, forget_backward(0), chain_from=1, count_from=0)
+    step(normal(4, 16, 16, 8))
+    assert step.report is not None
+    clones = [op for op in step.report.clones if op.type == "FusedBatchNormGradV3"]
+    assert clones
+    for op in clones:
+        assert op.inputs[5].shape.num_elements() == 0
+
+
+@pytest.mark.parametrize("optimizer", [False, True], ids=["as traced", "optimized"])
+def test_backward_operations_executed_again_lower_the_measured_peak(optimizer: bool) -> None:
+    model, xs = gated(1024)
+    x = tf.constant(normal(1024, 64))
+    peaks = []
+    floors = []
+    for repeats in ("forward", "all"):
+
+        def scheduler(graph: TrainingGraph, repeats: str = repeats) -> Schedule:
+            graph = graph.with_costs([1.0] * len(graph.operations))
+            narrow = graph.only_forward_repeats
+            floor = static_floor(narrow).bytes
+            floors.append(floor - graph.resident)
+            if repeats == "forward":
+                solution = solve(narrow, floor, "optimal", SolveOptions(gap=1e9))
+            else:
+                below = floor - (floor - static_floor(graph).bytes) * 7 // 8
+                solution = solve(graph, below, "optimal", SolveOptions(gap=1e9))
+            assert solution.schedule is not None
+            return solution.schedule
+
+        step = Step(model, xs, scheduler)
+        with contextlib.nullcontext() if optimizer else grappler_off():
+            step.function(x)
+            tf.config.experimental.reset_memory_stats("CPU:0")
+            before = tf.config.experimental.get_memory_info("CPU:0")["current"]
+            step.function(x)
+        peaks.append(tf.config.experimental.get_memory_info("CPU:0")["peak"] - before)
+    assert peaks[1] < 0.8 * floors[0] <= peaks[0]

@@ -732,9 +732,59 @@ def test_readers_of_a_reference_variable_are_not_repeated() -> None:
     with tf.Graph().as_default() as graph:
         x = tf.compat.v1.placeholder(tf.float32, [64, 64])
         w = tf.compat.v1.get_variable("w", [64, 64], use_resource=False)
-        y = tf.tanh(tf.matmul(x, w))
+        y = tf.tanh(tf.matmul(tf.cos(x), w))
         loss = tf.reduce_sum(tf.tanh(tf.sin(y)))
-        found = capture(graph, [loss], tf.gradients(loss, [w]))
+        found = capture(graph, [loss], tf.gradients(loss, [x]))
     repeatable = {op.kind: op.repeatable for op in found.graph.operations if op.forward}
     assert repeatable["MatMul"] is False
     assert repeatable["Sin"] is True
+    backward = {op.kind: op.repeatable for op in found.graph.operations if not op.forward}
+    assert backward["MatMul"] is False
+    assert backward["TanhGrad"] is True
+
+
+@tf.custom_gradient
+def noisy(x: tf.Tensor) -> Any:
+    def gradient(dy: tf.Tensor) -> tf.Tensor:
+        key = tf.cast(x[0, :2], tf.int32)
+        return tf.cos(dy * tf.random.uniform(x.shape) * tf.random.stateless_uniform(x.shape, key))
+
+    return tf.identity(x), gradient
+
+
+def test_backward_operations_may_be_repeated_like_forward_ones() -> None:
+    w = weight(64, 64)
+    state = tf.Variable(tf.ones([64, 64]))
+
+    def model(x: tf.Tensor) -> tf.Tensor:
+        h = tf.tanh(noisy(tf.tanh(x @ w)) @ w)
+        # Written on the way: what was read before stays what it was.
+        value = tf.sin(state) * h
+        state.assign(tf.ones([64, 64]) * 2.0)
+        return tf.reduce_sum(tf.math.exp(value) * tf.sigmoid(value))
+
+    found = captured(model, [w], tf.ones([64, 64]))
+    backward = [op for op in found.graph.operations if not op.forward]
+    verdict: dict[str, set[bool]] = {}
+    for op in backward:
+        verdict.setdefault(op.kind, set()).add(op.repeatable)
+    assert verdict["TanhGrad"] == verdict["SigmoidGrad"] == verdict["Cos"] == {True}
+    assert verdict["RandomUniform"] == {False}
+    assert verdict["StatelessRandomUniformV2"] == {True}
+    # The gradient itself is handed out: it must not be made again.
+    (output,) = found.graph.outputs
+    assert not found.graph.operations[found.graph.producer[output]].repeatable
+    assert found.graph.only_forward_repeats.fingerprint != found.graph.fingerprint
+
+
+def test_what_adds_in_any_order_is_not_repeated() -> None:
+    w = weight(64, 64)
+
+    def model(x: tf.Tensor) -> tf.Tensor:
+        h = tf.tanh(x @ w)
+        terms = [tf.sin(h), tf.cos(h), tf.exp(h)]
+        return tf.reduce_sum(tf.tanh(tf.raw_ops.AccumulateNV2(inputs=terms, shape=h.shape)))
+
+    found = captured(model, [w], tf.ones([64, 64]))
+    assert not operation(found, "AccumulateNV2").repeatable
+    assert operation(found, "Exp").repeatable
