@@ -14,6 +14,7 @@ from math import ceil, sqrt
 from optckpt.errors import OptckptError
 from optckpt.graph import TrainingGraph
 from optckpt.schedule import Schedule, Solution
+from optckpt.simulate import simulate
 from optckpt.solvers.griewank import Chain, balanced_slots
 from optckpt.solvers.recompute import best_of, schedule_from_kept
 from optckpt.solvers.registry import SolveOptions
@@ -51,6 +52,10 @@ _SMALL = 1e-3
 
 # A sweep simulates about so many operations in all: a few seconds.
 _SWEPT_OPERATIONS = 120_000
+
+# Slots of `griewank` that are tried beside those that bisection finds.
+_NEAR = 4
+_FEW = 12
 
 
 def store_all(graph: TrainingGraph, budget: int | None, options: SolveOptions) -> Solution:
@@ -186,8 +191,8 @@ def griewank(graph: TrainingGraph, budget: int | None, options: SolveOptions) ->
     """Binomial checkpointing (Revolve) over the chain of articulation points.
 
     A. Griewank and A. Walther, ACM TOMS 26 (2000); see `optckpt.solvers.griewank`. The number of
-    saved states is swept; without a budget it is the least s with C(2 s, s) >= links, for which
-    both memory and repetitions are logarithmic in the length.
+    saved states is searched for; without a budget it is the least s with C(2 s, s) >= links, for
+    which both memory and repetitions are logarithmic in the length.
 
     Raises:
         OptckptError: if the forward graph has no articulation points.
@@ -208,12 +213,32 @@ def griewank(graph: TrainingGraph, budget: int | None, options: SolveOptions) ->
             return
         # Beyond ten times the plain step a schedule is of no use, and long to write down.
         most = 10 * len(graph.operations)
-        slots = len(chain)
-        while slots >= 1:
-            found = chain.reversal(slots, None if slots == len(chain) else most)
+        found = chain.reversal(len(chain))
+        assert found is not None
+        yield found
+        tried = {len(chain)}
+        # The most slots that fit, by bisection; the peak rises with them on chains of equal links.
+        low, high = 0, len(chain)
+        while high - low > 1:
+            slots = (low + high) // 2
+            tried.add(slots)
+            found = chain.reversal(slots, most)
+            if found is None:
+                low = slots
+                continue
+            yield found
+            if simulate(graph, found).peak <= budget:
+                low = slots
+            else:
+                high = slots
+        # Elsewhere it need not.
+        for slots in (*range(low + _NEAR, low, -1), *range(_FEW, 0, -1)):
+            if slots in tried or slots > len(chain):
+                continue
+            tried.add(slots)
+            found = chain.reversal(slots, most)
             if found is None:
                 return
             yield found
-            slots = slots - 1 if slots <= 12 else min(slots - 1, round(slots * 0.8))
 
     return best_of("griewank", graph, budget, candidates(), options.time_limit)

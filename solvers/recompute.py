@@ -14,6 +14,7 @@ from typing import Literal
 from optckpt.graph import TrainingGraph
 from optckpt.schedule import Certificate, Schedule, Solution
 from optckpt.simulate import Simulation, simulate
+from optckpt.solvers.registry import Interrupted
 
 Policy = Literal["segments", "retained", "transient"]
 """When freed buffers are computed again, and how long they stay.
@@ -155,24 +156,33 @@ def best_of(
 
     `candidates` are made and simulated one by one, until `time_limit` seconds have passed; at
     least one is. Without a budget the lowest peak counts, then the cost.
+
+    Raises:
+        Interrupted: after Ctrl-C, with the best so far, if that is within the budget.
     """
     started = time.perf_counter()
     best: tuple[tuple[bool, float, float], Schedule, Simulation] | None = None
     rank: tuple[bool, float, float]
     first: float | None = None
-    for schedule in candidates:
-        result = simulate(graph, schedule)
-        fits = budget is None or result.peak <= budget
-        if fits and first is None:
-            first = time.perf_counter() - started
-        if fits and budget is not None:
-            rank = (False, result.overhead, result.peak)
-        else:
-            rank = (not fits, result.peak, result.overhead)
-        if best is None or rank < best[0]:
-            best = (rank, schedule, result)
-        if time.perf_counter() - started > time_limit:
-            break
+    interrupted = False
+    try:
+        for schedule in candidates:
+            result = simulate(graph, schedule)
+            fits = budget is None or result.peak <= budget
+            if fits and first is None:
+                first = time.perf_counter() - started
+            if fits and budget is not None:
+                rank = (False, result.overhead, result.peak)
+            else:
+                rank = (not fits, result.peak, result.overhead)
+            if best is None or rank < best[0]:
+                best = (rank, schedule, result)
+            if time.perf_counter() - started > time_limit:
+                break
+    except KeyboardInterrupt:
+        if best is None or best[0][0]:
+            raise
+        interrupted = True
     assert best is not None, "a heuristic has at least one candidate"
     (over, _, _), schedule, result = best
     certificate = Certificate(
@@ -184,4 +194,7 @@ def best_of(
         seconds_first=first,
         valid_for="any order (nothing is proven: no schedule costs less than nothing)",
     )
+    if interrupted:
+        # Only who called the strategy itself is served with that; see `registry.solve`.
+        raise Interrupted(Solution(schedule, certificate)) from None
     return Solution(schedule, certificate)

@@ -87,6 +87,14 @@ _NUMBERS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
 }
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C, with the best that a strategy had found by then."""
+
+    def __init__(self, solution: Solution) -> None:
+        super().__init__()
+        self.solution = solution
+
+
 class Strategy(Protocol):
     """Signature of a strategy."""
 
@@ -136,14 +144,17 @@ def solve(
     strategy: str | Strategy = "optimal",
     options: SolveOptions | None = None,
 ) -> Solution:
-    """Run a strategy and let the referee check its answer.
+    """Run a strategy and let the referee check its answer; after Ctrl-C, the best so far.
 
     Raises:
         ScheduleError: if the strategy returned a schedule that cannot be executed.
         OptckptError: if the strategy is unknown, or claims what the simulation contradicts.
     """
     run = get(strategy) if isinstance(strategy, str) else strategy
-    solution = run(graph, budget, options or SolveOptions())
+    try:
+        solution = run(graph, budget, options or SolveOptions())
+    except Interrupted as e:
+        solution = e.solution
     cert = solution.certificate
     if solution.schedule is None:
         return solution

@@ -173,6 +173,8 @@ def retention(
         quick = replace(options, time_limit=HEURISTICS_SHARE * options.time_limit, progress=None)
         hint: tuple[int, float, Schedule] | None = None
         for heuristic in (chen_greedy, sqrt_n, speed, knapsack):
+            if time.monotonic() > deadline:
+                return
             schedule = heuristic(graph, budget, quick).schedule
             if schedule is None or max(simulate(graph, schedule).counts) > executions:
                 continue
@@ -184,7 +186,7 @@ def retention(
         problem = preprocess(graph)
         room = budget - graph.resident
         unit = math.gcd(*problem.size, *problem.workspace) or 1
-        if room <= 0:
+        if room <= 0 or time.monotonic() > deadline:
             return
         search = _Search(
             {
@@ -222,10 +224,9 @@ def retention(
     covers = f"base order, at most {executions} executions of an operation, one sweep per stage"
     if cert.cost <= options.gap:
         covers = cert.valid_for
-    elif budget is not None:
-        left = deadline - time.monotonic()
+    elif budget is not None and (left := deadline - time.monotonic()) > 0:
         any_order = loss_cut_bound(
-            graph, budget, time_limit=max(0.1, min(left, HEURISTICS_SHARE * options.time_limit))
+            graph, budget, time_limit=min(left, HEURISTICS_SHARE * options.time_limit)
         )
         if any_order >= bound:
             bound, covers = any_order, "any order"

@@ -6,8 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optckpt.frontends import synthetic
+from optckpt.schedule import Schedule
 from optckpt.simulate import simulate
 from optckpt.solvers.griewank import Chain, advances, balanced_slots, next_checkpoint
+from optckpt.solvers.registry import SolveOptions, solve
 from optckpt.solvers.segments import articulation_points
 
 SIZE = 1000
@@ -102,3 +104,33 @@ def test_random_graphs(seed, slots):
     points = articulation_points(graph)
     if points:
         simulate(graph, Chain(graph, tuple(points)).reversal(slots))
+
+
+@pytest.mark.parametrize("slots", [2, 3, 5, 8, 17, 40])
+def test_the_strategy_finds_the_slots_that_fit(slots: int) -> None:
+    graph = synthetic.chain(60)
+    chain = Chain(graph, tuple(articulation_points(graph)))
+    schedule = chain.reversal(slots)
+    assert schedule is not None
+    wanted = simulate(graph, schedule)
+    solution = solve(graph, wanted.peak, "griewank")
+    assert solution.certificate.cost is not None
+    assert solution.certificate.cost <= wanted.overhead
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+def test_optimal_is_never_above_the_binomial_schedule(uneven: bool) -> None:
+    n = 400
+    sizes = [(1 + 7 * i % 5) << 18 for i in range(n)] if uneven else [1 << 20] * n
+    graph = synthetic.chain(n, sizes)
+    lowest = solve(graph, None, "griewank")
+    for share in (None, 0.1):
+        rule = lowest
+        if share is not None:
+            rule = solve(graph, int(share * simulate(graph, Schedule.base(graph)).peak), "griewank")
+        assert rule.schedule is not None
+        peak = simulate(graph, rule.schedule).peak
+        best = solve(graph, peak, options=SolveOptions(time_limit=2)).certificate
+        assert best.cost is not None
+        assert rule.certificate.cost is not None
+        assert best.cost <= rule.certificate.cost + 1e-9

@@ -12,6 +12,7 @@ from optckpt.solvers.recompute import (
     missing_operations,
     schedule_from_kept,
 )
+from optckpt.solvers.registry import Interrupted, SolveOptions, solve
 
 
 @settings(derandomize=True, deadline=None, max_examples=300)
@@ -140,3 +141,33 @@ def test_large_graphs(policy):
     assert len(graph.operations) > 14_000
     schedule = schedule_from_kept(graph, (), policy, list(range(100, 6000, 100)))
     simulate(graph, schedule)
+
+
+def interrupted_after(*schedules):
+    yield from schedules
+    raise KeyboardInterrupt
+
+
+def test_an_interrupt_keeps_the_best_that_fits():
+    graph = synthetic.chain(6)
+    base = Schedule.base(graph)
+    peak = simulate(graph, base).peak
+
+    def strategy(graph, budget, options):
+        return best_of("mine", graph, budget, interrupted_after(base), options.time_limit)
+
+    with pytest.raises(Interrupted) as caught:
+        strategy(graph, peak, SolveOptions())
+    assert caught.value.solution.schedule == base
+    solution = solve(graph, peak, strategy)
+    assert solution.schedule == base
+    assert solution.certificate.status == "feasible"
+
+
+@pytest.mark.parametrize("found", [0, 1])
+def test_an_interrupt_without_a_schedule_that_fits_goes_on(found):
+    graph = synthetic.chain(6)
+    schedules = [Schedule.base(graph)] * found
+    with pytest.raises(KeyboardInterrupt) as caught:
+        best_of("mine", graph, 1, interrupted_after(*schedules), 30)
+    assert not isinstance(caught.value, Interrupted)
