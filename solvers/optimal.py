@@ -183,6 +183,8 @@ class _Search:
         if self.problem.n > LARGE:
             # The rules are the quickest; by then even the loss cut takes a second.
             self.incumbent.offer_heuristics()
+            if self.incumbent.remaining() <= 0:
+                return self.out_of_time()
         if not self.first_bound():
             return "infeasible"
         status = self.search_exactly(EXACT_WORK[0])
@@ -347,6 +349,8 @@ class _Search:
         """
         value = -1.0
         for k in range(PATH_ROUNDS + 1):
+            if self.incumbent.remaining() <= 0:
+                return None
             strengthened = self.strengthening.build(self.cuts)
             model = strengthened.relaxation.model
             if self.incumbent.remaining() <= 0:
