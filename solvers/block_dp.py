@@ -18,6 +18,7 @@ not depend on one another. O(blocks^3 levels) time, O(blocks^2 levels) memory, i
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,61 +45,63 @@ Floats = npt.NDArray[np.float64]
 
 @compiled
 def _fill(  # type: ignore[no-untyped-def]
-    n, levels, room, state, sweep_peak, sweep_cost,
+    length, n, levels, room, state, sweep_peak, sweep_cost,
     start, held, run_peak, closed_peak, phase_peak, run_cost, closed_cost, phase_cost, phase_room,
     value, choice,
 ):  # fmt: skip
-    """Fill `value` and `choice` [pair of blocks, h]; choice >= 0: option, -s: sweep to block s."""
-    for length in range(n):
-        for i in range(n - length):
-            j = i + length
-            row = j * (j + 1) // 2 + i
-            first_time = j == n - 1
-            for h in range(levels + 1):
-                best = np.inf
-                chosen = -n - 1
-                for k in range(start[i], start[i + 1]):
-                    if h + phase_peak[k] > phase_room[i]:
+    """Fill `value` and `choice` [pair of blocks, h] for pairs `length` blocks apart.
+
+    All that are nearer to each other are there. choice >= 0: option, -s: sweep to block s.
+    """
+    for i in range(n - length):
+        j = i + length
+        row = j * (j + 1) // 2 + i
+        first_time = j == n - 1
+        for h in range(levels + 1):
+            best = np.inf
+            chosen = -n - 1
+            for k in range(start[i], start[i + 1]):
+                if h + phase_peak[k] > phase_room[i]:
+                    continue
+                if i == j:
+                    if h + closed_peak[k] > room[j]:
                         continue
-                    if i == j:
-                        if h + closed_peak[k] > room[j]:
-                            continue
-                        total = phase_cost[k]
-                        if not first_time:
-                            total += closed_cost[k]
-                    else:
-                        inner = h + held[k] + state[i + 1]
-                        if h + run_peak[k] > room[j] or inner > levels:
-                            continue
-                        total = phase_cost[k] + value[j * (j + 1) // 2 + i + 1, inner]
-                        if not first_time:
-                            total += run_cost[k]
-                    if total < best:
-                        best = total
-                        chosen = k - start[i]
-                widest = 0
-                cost = 0.0
-                for s in range(i + 1, j + 1):
-                    beside = sweep_peak[s - 1]
-                    if s - 1 > i:
-                        beside += state[s - 1]
-                    widest = max(widest, beside)
-                    if h + widest > room[j] or h + state[s] > levels:
-                        if h + widest > room[j]:
-                            break
-                        continue
+                    total = phase_cost[k]
                     if not first_time:
-                        cost += sweep_cost[s - 1]
-                    total = (
-                        cost
-                        + value[j * (j + 1) // 2 + s, h + state[s]]
-                        + value[(s - 1) * s // 2 + i, h]
-                    )
-                    if total < best:
-                        best = total
-                        chosen = -s
-                value[row, h] = best
-                choice[row, h] = chosen
+                        total += closed_cost[k]
+                else:
+                    inner = h + held[k] + state[i + 1]
+                    if h + run_peak[k] > room[j] or inner > levels:
+                        continue
+                    total = phase_cost[k] + value[j * (j + 1) // 2 + i + 1, inner]
+                    if not first_time:
+                        total += run_cost[k]
+                if total < best:
+                    best = total
+                    chosen = k - start[i]
+            widest = 0
+            cost = 0.0
+            for s in range(i + 1, j + 1):
+                beside = sweep_peak[s - 1]
+                if s - 1 > i:
+                    beside += state[s - 1]
+                widest = max(widest, beside)
+                if h + widest > room[j] or h + state[s] > levels:
+                    if h + widest > room[j]:
+                        break
+                    continue
+                if not first_time:
+                    cost += sweep_cost[s - 1]
+                total = (
+                    cost
+                    + value[j * (j + 1) // 2 + s, h + state[s]]
+                    + value[(s - 1) * s // 2 + i, h]
+                )
+                if total < best:
+                    best = total
+                    chosen = -s
+            value[row, h] = best
+            choice[row, h] = chosen
 
 
 @dataclass
@@ -109,34 +112,36 @@ class BlockProgram:
     chain: Chain
     options: list[list[Option]]
 
-    def sequences(self, budget: int) -> list[list[int]]:
+    def sequences(self, budget: int, stop: Callable[[], bool] = lambda: False) -> list[list[int]]:
         """Sequences for `budget` bytes (without resident data); none if the program finds none.
 
         Sizes are rounded in the program: a sequence may exceed the budget by a little. Then come
         one without slack and others, made with a little less and in the smallest levels, `TRIES`
-        in all at most, until one fits.
+        in all at most, until one fits, or until `stop`.
         """
         levels = min(MOST_LEVELS, CELLS // (len(self.chain) * (len(self.chain) + 1) // 2))
         unit = self._unit(budget, levels)
         found: list[list[int]] = []
         target = budget
         for k in range(TRIES):
-            sequence = self._sequence(target, unit, 0.0 if k else 0.5)
+            sequence = self._sequence(target, unit, 0.0 if k else 0.5, stop)
             if k:
                 unit = max(1.0, budget / levels)
             if sequence is None:
-                if k == 1:
+                if k == 1 and not stop():
                     continue
                 break
             found.append(sequence)
             peak = max(profile(self.problem, sequence))
-            if peak <= budget:
+            if peak <= budget or stop():
                 break
             if k:
                 target = int(target * budget / peak * (1 - LESS))
         return found
 
-    def _sequence(self, budget: int, unit: float, slack: float) -> list[int] | None:
+    def _sequence(
+        self, budget: int, unit: float, slack: float, stop: Callable[[], bool]
+    ) -> list[int] | None:
         """A sequence for `budget` bytes and `slack` units more; None if there is none."""
         chain, n = self.chain, len(self.chain)
         levels = int(budget / unit)
@@ -155,8 +160,7 @@ class BlockProgram:
         pairs = n * (n + 1) // 2
         value = np.full((pairs, levels + 1), np.inf, np.float32)
         choice = np.zeros((pairs, levels + 1), np.int16)
-        interruptible(
-            _fill,
+        arguments = (
             n, levels, room, state,
             units([o.run_peak for o in sweeps]), np.array([o.run_cost for o in sweeps]),
             start,
@@ -169,6 +173,10 @@ class BlockProgram:
             np.array([o.phase_cost for o in flat]),
             room, value, choice,
         )  # fmt: skip
+        for length in range(n):
+            interruptible(_fill, length, *arguments)
+            if stop():
+                return None
         if not np.isfinite(value[(n - 1) * n // 2, 0]):
             return None
         return drop_dead(self.problem, self._decode(choice, state, units))
@@ -245,6 +253,6 @@ def prepare() -> None:
     one, none = np.ones(1, np.int64), np.zeros(1, np.int64)
     cost = np.zeros(1, np.float64)
     _fill(
-        1, 1, one, none, none, cost, np.array([0, 1]), none, none, none, none, cost, cost, cost,
+        0, 1, 1, one, none, none, cost, np.array([0, 1]), none, none, none, none, cost, cost, cost,
         one, np.zeros((1, 2), np.float32), np.zeros((1, 2), np.int16),
     )  # fmt: skip

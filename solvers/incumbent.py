@@ -171,11 +171,12 @@ class Incumbent:
         program = block_dp.block_program(self.problem, forward_end)
         if program is None or self.remaining() <= 0:
             return
-        sequences = program.sequences(self.budget)
+        sequences = program.sequences(self.budget, lambda: self.remaining() <= 0)
         for sequence in sequences:
             self.offer(sequence)
         for sequence in sequences:
-            self.improve(sequence, POLISH, hot=0.3)
+            if self.remaining() > 0:
+                self.improve(sequence, POLISH, hot=0.3)
 
     def improve(self, sequence: Sequence[int], iterations: int, hot: float) -> None:
         """Anneal from `sequence` and offer what comes out."""

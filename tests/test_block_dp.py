@@ -121,3 +121,12 @@ def test_hopeless_budgets_have_no_sequence() -> None:
     program = block_program(problem, forward_end)
     assert program is not None
     assert program.sequences(max(problem.size)) == []
+
+
+def test_stops_when_told() -> None:
+    problem, forward_end = problem_of(resnet(2, 6))
+    program = block_program(problem, forward_end)
+    assert program is not None
+    budget = max(profile(problem, range(problem.n))) // 2
+    assert program.sequences(budget)
+    assert program.sequences(budget, lambda: True) == []
