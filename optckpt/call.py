@@ -67,7 +67,7 @@ def gradients(
     """Gradients of sum of `ys` with respect to `xs`, computed within `budget` bytes.
 
     Drop-in for `tf.gradients`, inside a `tf.function` or a v1 graph: the same gradients, bit for
-    bit, from a graph in which the forward tensors that do not fit are computed again.
+    bit, from a graph in which tensors that do not fit are computed again.
 
     Args:
         ys, xs, grad_ys, stop_gradients, unconnected_gradients, name,

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import optckpt
-from optckpt.config import Config
+from optckpt.config import Config, parse_config
 from optckpt.errors import (
     BudgetError,
     CaptureError,
@@ -126,6 +126,64 @@ def test_budget_below_the_floor_names_floor_and_operation():
     assert str(floor) in str(caught.value)
     assert "set by" in str(caught.value)
     assert caught.value.floor == floor
+
+
+def gated(x: tf.Tensor, ws: list) -> tf.Tensor:
+    """Blocks in which a small gradient is expanded into several large ones."""
+    for a, b, c, out in zip(*[iter(ws)] * 4, strict=True):
+        x = x + (tf.tanh(x @ a) * tf.sin(x @ b) * tf.sigmoid(x @ c)) @ out
+    return tf.reduce_mean(x * x)
+
+
+@pytest.mark.usefixtures("grappler_off")
+def test_a_budget_that_only_repeated_backward_operations_meet():
+    rng = np.random.default_rng(2)
+    shapes = [(64, 2048)] * 3 + [(2048, 64)]
+    ws = [tf.Variable(rng.normal(size=s).astype(np.float32) / 32) for s in shapes]
+
+    configs = {
+        repeat: parse_config(
+            {
+                "costs": {"model": "flops"},
+                "memory": {"margin": 0.0},
+                "solver": {"order": "fixed", "repeat": repeat},
+            }
+        )
+        for repeat in ("forward", "auto", "all")
+    }
+
+    def call(budget, repeat):
+        config = configs[repeat]
+        return lambda ys, xs: optckpt.gradients(ys, xs, budget=budget, config=config)
+
+    plain = run(tf.gradients, ws, forward=gated)
+    floors = {}
+    for repeat in configs:
+        with pytest.raises(InfeasibleBudgetError) as caught:
+            run(call(1, repeat), ws, forward=gated)
+        floors[repeat] = caught.value.floor
+        assert ("even if backward operations" in str(caught.value)) == (repeat != "forward")
+    assert floors["auto"] == floors["all"] < 0.9 * floors["forward"]
+
+    budget = floors["forward"] - 1
+    with pytest.raises(InfeasibleBudgetError, match=r"try solver\.repeat: all"):
+        run(call(budget, "forward"), ws, forward=gated)
+    peaks = []
+
+    @tf.function
+    def step(x):
+        return call(budget, "auto")(gated(x, ws), ws)
+
+    for _ in range(2):
+        tf.config.experimental.reset_memory_stats("CPU:0")
+        got = step(X)
+        peaks.append(tf.config.experimental.get_memory_info("CPU:0")["peak"])
+        assert_identical(got, plain)
+        del got
+    plan = optckpt.last_plan()
+    assert plan.certificate.repeats == "all"
+    assert plan.floor <= plan.live_peak <= budget < floors["forward"]
+    assert peaks[-1] < floors["forward"]
 
 
 def test_heuristic_over_budget_names_its_peak():
