@@ -175,10 +175,12 @@ class Solve:
         engine: Engine = "highs",
         hint: list[float] | None = None,
         relax: bool = False,
+        nodes: int | None = None,
     ) -> None:
         """Hand `model` to a worker; with `relax`, its variables need not be integer.
 
-        `time_limit` is in seconds, `gap` is absolute, `hint` (values of all columns) is for SCIP.
+        `time_limit` is in seconds, `gap` is absolute, `hint` (values of all columns) is for SCIP,
+        `nodes` limits the search tree.
         """
         self._deadline = time.monotonic() + time_limit + GRACE
         self._worker: _Worker | None = _take()
@@ -190,6 +192,7 @@ class Solve:
             "seed": seed,
             "engine": engine,
             "hint": hint,
+            "nodes": nodes,
         }
         try:
             self._worker.send(request)

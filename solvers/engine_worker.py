@@ -43,6 +43,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     }
     if any(request["integer"]):
         limits.update(absolute_gap_tolerance=request["gap"], relative_gap_tolerance=0.0)
+        if request["nodes"] is not None:
+            limits["node_limit"] = request["nodes"]
     extra = mathopt.ModelSolveParameters()
     if request["engine"] == "highs":
         solver = mathopt.SolverType.HIGHS

@@ -22,11 +22,11 @@ from optckpt.schedule import Certificate, Schedule, Solution, Status
 from optckpt.simulate import simulate
 from optckpt.solvers import engine
 from optckpt.solvers.chain_bound import chain_bound
-from optckpt.solvers.cut_choice import behind_the_peak, tighten
+from optckpt.solvers.cut_choice import behind_the_peak, fractional_cuts, peak_of, tighten
 from optckpt.solvers.decode import decode
 from optckpt.solvers.exact import Search, compile_search
 from optckpt.solvers.floor import static_floor
-from optckpt.solvers.incumbent import LARGE, Incumbent
+from optckpt.solvers.incumbent import LARGE, WORTH, Incumbent
 from optckpt.solvers.loss_cut import start_loss_cut
 from optckpt.solvers.order import free_order
 from optckpt.solvers.potentials import potentials
@@ -40,9 +40,13 @@ logger = logging.getLogger("optckpt.solvers.optimal")
 LINEAR_GAIN = 1e-4
 """What new cuts have to add to the linear relaxation's value (of the step) to count as progress."""
 LINEAR_EFFORT = 20_000
-"""Moves of the annealings meanwhile."""
-LINEAR_PATIENCE = 3
-"""Rounds without progress after which integrality takes over."""
+"""Moves of the annealings meanwhile, at most."""
+LINEAR_MOVES = 8
+"""Moves a column, as small relaxations are soon solved."""
+SURELY = 0.9
+"""A buffer is surely kept if this share of it is."""
+LINEAR_PATIENCE = 2
+"""Rounds without progress after which another way to cut takes over."""
 LINEAR_COLUMNS = 12_000
 """Open columns beyond which another linear relaxation takes too long."""
 PATH_ROUNDS = 3
@@ -51,6 +55,10 @@ EXACT_OPERATIONS = 400
 """Graphs of at most so many operations are searched exactly beside the cuts."""
 EXACT_WORK = (8_000_000, 80_000_000)
 """States times operations of the exact search before the first cuts, and each round."""
+FINE = 2e-3
+"""Who asks for a gap up to this (of the step) wants a good schedule, not just any."""
+REFINEMENTS, REFINE_NODES, REFINE_COLUMNS = 2, 300, 4000
+"""Rounds after the gap is closed; nodes of the search tree in each; open columns at most."""
 LAST_TRIES = 6
 """Annealings from an incumbent that no cut can help to judge."""
 TOLERANCE = 1e-6
@@ -99,6 +107,8 @@ def in_base_order(
     search = _Search(graph, preprocess(graph), budget - graph.resident, options, started)
     try:
         status = search.run()
+        if status == "optimal":
+            search.refine()
         search.incumbent.polish(search.bound)
         return search.solution(status), False
     except KeyboardInterrupt:
@@ -118,6 +128,8 @@ class Linear:
     cuts: set[int]
     slack: set[int]
     """Cuts without which the value would be the same."""
+    exceeded: list[int]
+    """Where it exceeds the budget most, fractions of buffers being in memory."""
     columns: int
     """Columns that no fact decided."""
 
@@ -152,9 +164,11 @@ class _Search:
             self.graph, self.problem, self.budget, self.options, self.started, self.report
         )
 
+    refining: bool = False
+
     @property
     def tolerance(self) -> float:
-        return max(self.options.gap, TOLERANCE)
+        return max(WORTH if self.refining else self.options.gap, TOLERANCE)
 
     def closed(self) -> bool:
         return self.incumbent.found and self.incumbent.cost - self.bound <= self.tolerance
@@ -215,6 +229,33 @@ class _Search:
                 if not self.closed():
                     self.incumbent.improve(sequence, self.effort, hot)
         return self.out_of_time()
+
+    def refine(self) -> None:
+        """Look for what a schedule within the tolerance may still cost too much.
+
+        The bound closes in on whatever schedule there is, which is seldom the best within the
+        tolerance. A few more rounds with a smaller one, limited by work and not by the clock, find
+        it as a rule.
+        """
+        if not WORTH < self.options.gap <= FINE or not self.incumbent.found:
+            return
+        self.refining = True
+        if not self.cuts and not self.closed():
+            self.linear_rounds()
+        for _ in range(REFINEMENTS):
+            if self.closed() or not self.cuts or self.incumbent.remaining() <= 0:
+                break
+            if self.strengthening.build(self.cuts, self.moments).open > REFINE_COLUMNS:
+                break
+            choice = self.solve_round(REFINE_NODES)
+            if choice is None:
+                break
+            sequence = decode(self.problem, choice)
+            self.incumbent.offer(sequence)
+            self.incumbent.improve(sequence, self.effort, hot=0.3)
+            if not self.add_cuts(sequence):
+                break
+        self.refining = False
 
     def out_of_time(self) -> Status:
         self.incumbent.take_spare()
@@ -306,24 +347,33 @@ class _Search:
         Returns the decoded solution of the highest value, whose cuts remain as far as they bear
         on it, and whether these cuts are worth a solution in integers before there are more.
         """
-        sequence = self.incumbent.base
-        best = Linear(0.0, sequence, set(), set(), 0)
+        best = Linear(0.0, self.incumbent.base, set(), set(), [], 0)
+        self.cuts = {peak_of(self.problem)}
         dropped: set[int] = set()
-        stalled = 0
-        while stalled < LINEAR_PATIENCE and not self.closed() and self.add_cuts(sequence):
-            found = self.solve_linear()
-            if found is None:
-                return sequence, False
-            sequence = found.sequence
-            stalled += 1
-            if found.value > best.value + LINEAR_GAIN:
-                best, stalled = found, 0
-            if found.columns > LINEAR_COLUMNS:
+        for fractional in (True, False):
+            stalled = 0
+            while not self.closed():
+                found = self.solve_linear()
+                if found is None:
+                    return best.sequence, False
+                stalled += 1
+                if found.value > best.value + LINEAR_GAIN:
+                    best, stalled = found, 0
+                if stalled == LINEAR_PATIENCE or found.columns > LINEAR_COLUMNS:
+                    break
+                # A smaller relaxation of the same value. Cuts that come back have a reason.
+                loose = found.slack - dropped
+                dropped |= loose
+                self.cuts -= loose
+                if fractional:
+                    self.cuts.update(found.exceeded)
+                    if not found.exceeded:
+                        break
+                elif not self.add_cuts(found.sequence):
+                    break
+            self.cuts = set(best.cuts)
+            if fractional and not self.closed() and not self.add_cuts(best.sequence):
                 break
-            # A smaller relaxation of the same value. Cuts that come back have a reason.
-            loose = found.slack - dropped
-            dropped |= loose
-            self.cuts -= loose
         self.moments.clear()
         behind = False
         if not self.closed():
@@ -348,18 +398,20 @@ class _Search:
         if it is infeasible, or if the time is over.
         """
         value = -1.0
+        values: list[float] | None
         for k in range(PATH_ROUNDS + 1):
             if self.incumbent.remaining() <= 0:
                 return None
             strengthened = self.strengthening.build(self.cuts)
             model = strengthened.relaxation.model
+            effort = min(LINEAR_EFFORT, LINEAR_MOVES * len(model.cost))
             if self.incumbent.remaining() <= 0:
                 return None
             run = engine.Solve(model, time_limit=max(0.1, self.incumbent.remaining()), relax=True)
             try:
                 if not k:
                     warm = self.incumbent.best or self.incumbent.base
-                    self.incumbent.improve(warm, LINEAR_EFFORT, hot=1.0)
+                    self.incumbent.improve(warm, effort, hot=1.0)
                 result = run.result()
             finally:
                 run.cancel()
@@ -383,24 +435,33 @@ class _Search:
                 break
             if not self.strengthening.separate(strengthened, values):
                 break
+        assert values is not None
         sequence = decode(self.problem, read_choice(strengthened.relaxation, values))
         if not self.closed():
             self.incumbent.offer(sequence)
-            self.incumbent.improve(sequence, LINEAR_EFFORT, hot=1.0)
+            # What little is surely kept fits well; nearby lie schedules that annealing from
+            # elsewhere does not find.
+            surely = decode(self.problem, read_choice(strengthened.relaxation, values, SURELY))
+            self.incumbent.improve(surely, effort, hot=0.3)
+            self.incumbent.improve(sequence, effort, hot=0.1)
         if self.incumbent.found:
-            self.strengthening.facts.learn(strengthened.relaxation, duals, self.cutoff())
+            # Closer than the cutoff, so that `refine` may look for what is slightly cheaper.
+            limit = self.incumbent.cost - min(self.tolerance, WORTH) / 4
+            self.strengthening.facts.learn(strengthened.relaxation, duals, limit)
         slack = strengthened.slack_cuts(duals)
-        return Linear(value, sequence, set(self.cuts), slack, strengthened.open)
+        exceeded = fractional_cuts(self.problem, strengthened.relaxation, values, self.budget)
+        return Linear(value, sequence, set(self.cuts), slack, exceeded, strengthened.open)
 
     def cutoff(self) -> float:
         """Only schedules up to this overhead are of interest."""
         return self.incumbent.cost - self.tolerance / 4
 
-    def solve_round(self) -> Choice | None:
+    def solve_round(self, nodes: int | None = None) -> Choice | None:
         """Solve the relaxation for the current cuts, annealing meanwhile.
 
-        Raises the bound. Returns None if there is no solution: the relaxation is infeasible,
-        or dearer than the incumbent, or the time is over.
+        Raises the bound. Goes through at most `nodes` nodes of the search tree. Returns None if
+        there is no solution: the relaxation is infeasible, or dearer than the incumbent, or the
+        time is over.
         """
         self.rounds += 1
         strengthened = self.strengthening.build(self.cuts, self.moments, self.cutoff())
@@ -415,6 +476,7 @@ class _Search:
             time_limit=max(0.1, self.incumbent.remaining()),
             gap=self.tolerance / 4 * STEP,
             seed=self.options.seed,
+            nodes=nodes,
         )
         try:
             if not alone:

@@ -55,16 +55,19 @@ class Choice:
     comp: tuple[frozenset[int], ...]
 
 
-def read_choice(relaxation: Relaxation, values: Sequence[float]) -> Choice:
-    """The solution whose column values are `values`."""
+def read_choice(relaxation: Relaxation, values: Sequence[float], share: float = 0.5) -> Choice:
+    """The solution whose column values are `values`, rounded.
+
+    What is in memory by more than `share` is kept, the rest may be executed again.
+    """
     return Choice(
         relaxation.cuts,
         tuple(
-            fixed | {t for t, c in columns.items() if values[c] > 0.5}
+            fixed | {t for t, c in columns.items() if values[c] > share}
             for fixed, columns in zip(relaxation.kept, relaxation.keep, strict=True)
         ),
         tuple(
-            frozenset(o for o, c in columns.items() if values[c] > 0.5)
+            frozenset(o for o, c in columns.items() if values[c] > 1 - share)
             for columns in relaxation.comp
         ),
     )
