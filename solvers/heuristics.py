@@ -217,22 +217,31 @@ def griewank(graph: TrainingGraph, budget: int | None, options: SolveOptions) ->
         assert found is not None
         yield found
         tried = {len(chain)}
-        # The most slots that fit, by bisection; the peak rises with them on chains of equal links.
-        low, high = 0, len(chain)
+        # The most slots that fit. On chains of equal links the peak grows with their number, so
+        # that the place between a number that fits and one that does not can be guessed.
+        low, low_bytes = 0, graph.resident
+        high, high_bytes = len(chain), simulate(graph, found).peak
+        if high_bytes <= budget:
+            return
         while high - low > 1:
-            slots = (low + high) // 2
+            share = (budget - low_bytes) / max(1, high_bytes - low_bytes)
+            if len(tried) % 3 == 0:
+                share = 0.5
+            slots = min(max(low + int(share * (high - low)), low + 1), high - 1)
             tried.add(slots)
             found = chain.reversal(slots, most)
             if found is None:
                 low = slots
                 continue
             yield found
-            if simulate(graph, found).peak <= budget:
-                low = slots
+            bytes_ = simulate(graph, found).peak
+            if bytes_ <= budget:
+                low, low_bytes = slots, bytes_
             else:
-                high = slots
-        # Elsewhere it need not.
-        for slots in (*range(low + _NEAR, low, -1), *range(_FEW, 0, -1)):
+                high, high_bytes = slots, bytes_
+        # Elsewhere it need not. With fewer slots than fit, it only takes longer.
+        few = () if low else range(_FEW, 0, -1)
+        for slots in (*range(low + _NEAR, low, -1), *few):
             if slots in tried or slots > len(chain):
                 continue
             tried.add(slots)
