@@ -9,11 +9,14 @@ import numba
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile at the first call; keep the machine code on disk where there is a place for it."""
+    """Compile at the first call; keep the machine code on disk where there is a place for it.
+
+    Other threads run meanwhile.
+    """
     try:
-        machine_code: Callable[..., Any] = numba.njit(cache=True)(function)
+        machine_code: Callable[..., Any] = numba.njit(cache=True, nogil=True)(function)
     except RuntimeError:
-        machine_code = numba.njit(function)
+        machine_code = numba.njit(function, nogil=True)
     return machine_code
 
 

@@ -13,8 +13,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
+from typing import TypeVar
 
 from optckpt.errors import GraphError
 from optckpt.graph import TrainingGraph
@@ -43,8 +45,10 @@ logger = logging.getLogger("optckpt.solvers.order")
 
 ORDER_MOVES = 700
 """Shifts per operation in the annealing of an order."""
-MOST_ORDER_MOVES = 2_000_000
-HEATS = ((PEAK, 0.1), (PEAK, 0.001), (MIX, 0.001), (MIX, 0.0003))
+MOST_ORDER_MOVES = 1_000_000
+ORDER_WORK = 2_000_000_000
+"""Shifts times operations at most."""
+HEATS = ((PEAK, 0.001), (MIX, 0.001), (PEAK, 0.1), (MIX, 0.0003))
 """What orders are annealed for, and from which temperature."""
 FIRST_MOVES = 20_000
 """Moves per candidate of the annealing that ranks it."""
@@ -54,18 +58,23 @@ CUTS = 3
 """Cuts of the second bound; more take long and hardly raise it."""
 STARTS = 2
 """Orders from which orders and re-executions are annealed together."""
-POLISH_MOVES = 100_000
-"""Moves per annealing of the final search."""
+START_MOVES = 100_000
+"""Moves of these annealings."""
+POLISH_MOVES = 300_000
+"""Moves per annealing of the final search; twice as many after a round without improvement, ..."""
+MOST_POLISH = 2_000
+"""... but at most so many per operation."""
 PATIENCE = 12
-"""Annealings of the final search without improvement after which it ends."""
-SHARE = 0.6
+"""Rounds of the final search without improvement after which it ends."""
+SHARE = 0.5
 """Share of the time left for solving one order as if it were given."""
-HOT, COLD = 2e-3, 1e-5
-"""First and last temperature of a search from scratch, fractions of the step."""
-WARM = 1e-4
-"""First temperature of a search from a good sequence."""
-SHIFTS = 0.8
-"""Share of moves that shift executions."""
+BASE_SHARE, LONG_BASE_SHARE = 0.5, 0.75
+"""The same for the base order: where another one looks better, and where none does."""
+BETTER = 0.9
+"""What a better order's first rough schedule costs at most, as a share of the base order's."""
+AT_ONCE = 2
+"""Annealings that run at the same time; whatever the machine, so that results do not depend on
+it."""
 HOPE = 0.75
 """What solving may make of the cost of a first rough schedule in the same order."""
 RETRY_HEAT = 0.0003
@@ -75,6 +84,29 @@ RETRY_HOPE = 0.9
 TOLERANCE = 1e-6
 """A gap this small (fraction of the step) is the solvers' own tolerance, not a gap."""
 ANY_ORDER = "any order"
+
+
+@dataclass(frozen=True)
+class Heat:
+    """How orders and re-executions are annealed together."""
+
+    hot: float
+    """First temperature, a fraction of the step."""
+    cold: float
+    lean: float
+    """See `anneal_sequence`."""
+    shifts: float
+    """Share of moves that shift executions."""
+
+
+SCRATCH = Heat(1e-3, 1e-5, 0.0, 0.7)
+"""From a sequence that may be changed entirely."""
+WARM = Heat(1e-4, 1e-5, 0.0, 0.7)
+"""From a good one, where orders hardly matter."""
+LEAN = (Heat(3e-6, 1e-7, 0.01, 0.6), Heat(1e-5, 1e-8, 0.01, 0.7))
+"""From a good one whose order must not get lost."""
+
+T = TypeVar("T")
 
 InOrder = Callable[[TrainingGraph, int, SolveOptions], tuple[Solution, bool]]
 """Solves a graph in its base order; also says whether the user interrupted it."""
@@ -112,10 +144,10 @@ def free_order(
     """The cheapest schedule found, in any order, within `budget` bytes (resident included).
 
     The certificate's bound holds for any order; "optimal" means that it is met within
-    `options.gap`, "infeasible" that it is proven that no order helps. `in_order` solves the
-    order in which a rough search came off cheapest, and the base order; neither if that search was
-    far dearer there than what is known by then, or time is over. So the schedule may be dearer
-    than what `in_order` alone would find for the base order.
+    `options.gap`, "infeasible" that it is proven that no order helps. `in_order` solves the base
+    order, as it would by itself, until its gap is closed, or its bound says that it cannot get
+    below what is known, or its share of the time is over. In the first two cases the schedule is
+    never dearer than the base order's; in the third, a longer search there might have found more.
 
     Raises:
         KeyboardInterrupt: if interrupted before a fitting schedule was found.
@@ -137,6 +169,10 @@ def free_order(
     return search.solution(status)
 
 
+class _HopelessError(Exception):
+    """What is solved cannot become cheaper than what is known."""
+
+
 @dataclass
 class _FreeOrder:
     """The state of one call."""
@@ -156,6 +192,8 @@ class _FreeOrder:
     seconds_first: float | None = None
     tries: int = 0
     interrupted: bool = False
+    solved: list[list[int]] = field(default_factory=list)
+    """Orders that have been solved as if they were given."""
     bounding: engine.Solve | None = None
     """What is being solved for a bound meanwhile."""
 
@@ -209,31 +247,51 @@ class _FreeOrder:
         before = time.monotonic()
         base = list(range(self.problem.n))
         anneal_order(self.arrays, base, self.room, weights=MIX, moves=1)
-        self.anneal(base, 1, HOT)
+        self.anneal((base, 1, WARM))
+        anneal(to_arrays(self.problem), base, self.room, iterations=1)
         self.compiling = time.monotonic() - before
         if self.compiling > 1:
             logger.info("compiled the search over orders in %.1f s (once)", self.compiling)
 
-    def anneal(
-        self, sequence: list[int], moves: int, hot: float, shifts: float = SHIFTS
-    ) -> Annealed:
-        """Anneal orders and re-executions together and offer what comes out."""
+    def at_once(self, calls: Sequence[Callable[[], T]]) -> list[T]:
+        """The results of calls that spend their time in compiled code."""
+        workers = min(AT_ONCE, self.options.threads or AT_ONCE)
+        with ThreadPoolExecutor(workers) as pool:
+            futures = [pool.submit(call) for call in calls]
+            try:
+                return [future.result() for future in futures]
+            except BaseException:
+                self.interrupted = True
+                raise
+
+    def seed(self) -> int:
         self.tries += 1
-        found = anneal_sequence(
-            self.arrays,
-            drop_dead(self.problem, sequence),
-            self.room,
-            moves=moves,
-            hot=hot,
-            cold=min(COLD, hot),
-            shifts=shifts,
-            seed=self.options.seed * 7919 + self.tries,
-            enough=self.bound,
-            stop=self.over,
-        )
-        if found.best is not None:
-            self.offer(found.best)
-        return found
+        return self.options.seed * 7919 + self.tries
+
+    def anneal(self, *starts: tuple[list[int], int, Heat]) -> list[Annealed]:
+        """Anneal orders and re-executions together, from sequences with so many moves each, and
+        offer what comes out."""
+
+        def call(sequence: list[int], moves: int, heat: Heat, seed: int) -> Annealed:
+            return anneal_sequence(
+                self.arrays,
+                drop_dead(self.problem, sequence),
+                self.room,
+                moves=moves,
+                hot=heat.hot,
+                cold=heat.cold,
+                lean=heat.lean,
+                shifts=heat.shifts,
+                seed=seed,
+                enough=self.bound,
+                stop=lambda: self.interrupted or self.over(),
+            )
+
+        annealed = self.at_once([partial(call, *start, self.seed()) for start in starts])
+        for found in annealed:
+            if found.best is not None:
+                self.offer(found.best)
+        return annealed
 
     def start_bound(self, start: Callable[..., engine.Solve | None], **more: int) -> None:
         self.bounding = start(
@@ -248,6 +306,10 @@ class _FreeOrder:
         """Wait for the bound that is being solved for; False if it proves that nothing fits."""
         if self.bounding is None:
             return True
+        while not self.bounding.ready():
+            if self.over():
+                return True
+            time.sleep(0.01)
         result = self.bounding.result()
         self.bounding = None
         if result.status == "infeasible":
@@ -262,108 +324,122 @@ class _FreeOrder:
         if self.options.start is not None:
             self.offer(list(self.options.start.executions))
         base = list(range(self.problem.n))
-        rough = [(self.roughly(base), 0, base)]
-        orders = self.orders(base)
+        rough = [(self.roughly([base])[0], 0, base)]
+        orders = self.annealed([(base, weights, hot) for weights, hot in HEATS])
+        for order in orders:
+            self.offer(order)
         if self.closed():
             return "optimal"
-        for order in orders:
-            if not self.done():
-                rough.append((self.roughly(order), len(rough), order))
+        rough += zip(self.roughly(orders), range(1, len(orders) + 1), orders, strict=True)
         if not self.raise_bound():
             return "infeasible"
         if not self.done():
             self.start_bound(start_order_cuts, most=CUTS)
-        starts: list[tuple[float, int, list[int]]] = []
-        for *_, order in sorted(rough)[:STARTS]:
-            if not self.done():
-                found = self.anneal(order, FIRST_MOVES, WARM)
-                starts.append((found.cost, len(starts), found.best or found.last))
-        # The most promising order first, then the base order if it may still be better.
-        ranked = sorted(rough)[:1] + [r for r in rough[:1] if r is not min(rough)]
-        for first, _, order in ranked:
-            # No rough schedule says nothing about the order.
-            if not self.done() and (first == float("inf") or first * HOPE <= self.cost):
-                self.solve_in_order(order, SHARE)
+        ranked = sorted(rough)
+        starts: list[list[int]] = []
+        if not self.done():
+            begun = [(order, START_MOVES, WARM) for *_, order in ranked[:STARTS]]
+            starts = [found.best or found.last for found in self.anneal(*begun)]
+        if not self.done():
+            # An order in which nothing fits yet says nothing against the base order.
+            better = ranked[0][0] < BETTER * rough[0][0] < float("inf")
+            self.solve_in_order(base, BASE_SHARE if better else LONG_BASE_SHARE)
+        first, k, order = ranked[0]
+        if k and not self.done() and (first == float("inf") or first * HOPE <= self.cost):
+            self.solve_in_order(order, SHARE)
         logger.debug("orders solved: %.5f, %.1f s", self.cost, self.elapsed())
         if not self.raise_bound():
             return "infeasible"
-        self.polish([s for *_, s in sorted(starts)])
+        self.polish(starts)
         if self.closed():
             return "optimal"
         return "stopped" if self.best is None else "feasible"
 
-    def orders(self, base: list[int]) -> list[list[int]]:
-        """Annealed orders; each is offered as it stands."""
-        found = []
-        for weights, hot in HEATS:
-            if self.done():
-                break
-            found.append(self.annealed(base, weights, hot))
-            self.offer(found[-1])
-        return found
+    def annealed(self, starts: Sequence[tuple[list[int], Weights, float]]) -> list[list[int]]:
+        """Orders annealed from others for given weights, from given temperatures."""
+        n = max(1, self.problem.n)
+        moves = min(ORDER_MOVES * max(500, n), MOST_ORDER_MOVES, ORDER_WORK // n)
 
-    def annealed(self, order: list[int], weights: Weights, hot: float) -> list[int]:
-        self.tries += 1
-        return anneal_order(
-            self.arrays,
-            order,
-            self.room,
-            weights=weights,
-            moves=min(ORDER_MOVES * max(500, len(order)), MOST_ORDER_MOVES),
-            hot=hot,
-            cold=hot * 1e-3,
-            seed=self.options.seed * 7919 + self.tries,
-            stop=self.over,
-        )[0]
+        def call(order: list[int], weights: Weights, hot: float, seed: int) -> list[int]:
+            return anneal_order(
+                self.arrays,
+                order,
+                self.room,
+                weights=weights,
+                moves=moves,
+                hot=hot,
+                cold=hot * 1e-3,
+                seed=seed,
+                stop=lambda: self.interrupted or self.over(),
+            )[0]
 
-    def roughly(self, order: list[int]) -> float:
-        """The cost of a first schedule with base order `order`, which is offered."""
-        graph = reorder(self.graph, order)
-        if static_floor(graph).bytes > self.budget:
-            return float("inf")
-        problem = preprocess(graph)
-        found = anneal(
-            to_arrays(problem),
-            range(problem.n),
-            self.room,
-            iterations=FIRST_MOVES,
-            seed=self.options.seed,
-            stop=self.over,
-        )
-        if found.best is not None:
-            executions = problem.expand(found.best)
-            self.offer(list(restore(Schedule(executions), order).executions))
-        return found.cost
+        return self.at_once([partial(call, *start, self.seed()) for start in starts])
+
+    def roughly(self, orders: Sequence[list[int]]) -> list[float]:
+        """The cost of a first schedule with each base order; these are offered."""
+
+        def call(order: list[int]) -> tuple[float, list[int] | None]:
+            if self.interrupted or self.over():
+                return float("inf"), None
+            graph = reorder(self.graph, order)
+            if static_floor(graph).bytes > self.budget:
+                return float("inf"), None
+            problem = preprocess(graph)
+            found = anneal(
+                to_arrays(problem),
+                range(problem.n),
+                self.room,
+                iterations=FIRST_MOVES,
+                seed=self.options.seed,
+                stop=lambda: self.interrupted or self.over(),
+            )
+            if found.best is None:
+                return found.cost, None
+            executions = Schedule(problem.expand(found.best))
+            return found.cost, list(restore(executions, order).executions)
+
+        results = self.at_once([partial(call, order) for order in orders])
+        for _, sequence in results:
+            if sequence is not None:
+                self.offer(sequence)
+        return [price for price, _ in results]
 
     def solve_in_order(self, order: list[int], share: float) -> None:
-        """Solve the graph with base order `order` in a share of the time left."""
+        """Solve the graph with base order `order` in a share of the time left, or until it is
+        proven that nothing cheaper than what is known has this order."""
         before = self.remaining()
         if before < LEAST:
             return
+        self.solved.append(order)
+        base = order == list(range(len(order)))
         graph = reorder(self.graph, order)
         start = None
-        if self.best is not None and list(dict.fromkeys(self.best)) == order:
+        if self.best is not None and not base and list(dict.fromkeys(self.best)) == order:
             place = {o: k for k, o in enumerate(order)}
             start = Schedule(tuple(place[o] for o in self.best))
-        solution, self.interrupted = self.in_order(
-            graph,
-            self.budget,
-            replace(
-                self.options,
-                order="fixed",
-                # Its bound proves nothing here; its schedule is what counts.
-                gap=self.options.gap / 2,
-                time_limit=share * before,
-                start=start,
-                progress=self.relay if self.options.progress is not None else None,
-            ),
+        options = replace(
+            self.options,
+            order="fixed",
+            time_limit=share * before,
+            # The base order is solved as it would be alone, and so no worse. Of other orders only
+            # the schedule counts.
+            gap=self.options.gap if base else self.options.gap / 2,
+            start=self.options.start if base else start,
+            progress=self.relay,
         )
+        try:
+            solution, self.interrupted = self.in_order(graph, self.budget, options)
+        except _HopelessError:
+            logger.debug("an order: beaten, %.1f s", before - self.remaining())
+            return
         logger.debug("an order: %s, %.1f s", solution.certificate, before - self.remaining())
         if solution.schedule is not None:
             self.offer(list(restore(solution.schedule, order).executions))
 
     def relay(self, inner: Progress) -> None:
-        """Report the progress of a solver that works on one order."""
+        """Report the progress of a solver that works on one order; end it if it is hopeless."""
+        if inner.bound >= self.cost and (inner.incumbent is None or inner.incumbent >= self.cost):
+            raise _HopelessError
         if self.options.progress is not None:
             known = [c for c in (inner.incumbent, self.cost) if c is not None]
             found = min(known)
@@ -371,24 +447,41 @@ class _FreeOrder:
                 Progress(self.elapsed(), None if found == float("inf") else found, self.bound)
             )
 
-    def polish(self, starts: list[list[int]]) -> None:
-        """Look for something better in turns, until nothing more comes of it: anneal from the
+    def polish(self, starts: Sequence[list[int]]) -> None:
+        """Look for something better in rounds, until nothing more comes of it: anneal from the
         best and from other starts, try other orders."""
         base = list(range(self.problem.n))
+        others = [*starts, base]
         idle = k = 0
         while not self.done() and idle < PATIENCE:
             before = self.cost
-            if k % 4 == 0:
-                sequence = self.best or (starts[0] if starts else base)
-                self.anneal(sequence, POLISH_MOVES, WARM)
-            elif k % 4 == 2 and starts:
-                self.anneal(starts[k // 4 % len(starts)], POLISH_MOVES, HOT)
+            moves = min(POLISH_MOVES << min(idle // 3, 3), MOST_POLISH * max(10, self.problem.n))
+            best = self.best or others[k % len(others)]
+            if k % 3 == 0:
+                self.anneal(*((best, moves, heat) for heat in LEAN))
+            elif k % 3 == 1:
+                self.anneal((best, moves, WARM), (others[k // 3 % len(others)], moves, SCRATCH))
             else:
-                order = self.annealed(base, MIX, RETRY_HEAT)
-                if self.roughly(order) * RETRY_HOPE <= before and not self.done():
-                    self.solve_in_order(order, SHARE)
-            k += 1
-            idle = 0 if self.cost < before or self.best is None else idle + 1
+                self.try_orders(best)
+            if self.best is not None and self.cost == before:
+                k += 1
+                idle += 1
+            else:
+                # What helps may help again.
+                k += self.best is None
+                idle = 0
+
+    def try_orders(self, best: Sequence[int]) -> None:
+        """Solve the order of `best`, if that is new, or other ones that look promising."""
+        order = list(dict.fromkeys(best))
+        if order not in self.solved:
+            self.solve_in_order(order, SHARE)
+            return
+        base = list(range(self.problem.n))
+        tried = self.annealed([(base, MIX, RETRY_HEAT), (order, PEAK, RETRY_HEAT)])
+        first, _, order = min(zip(self.roughly(tried), (0, 1), tried, strict=True))
+        if first * RETRY_HOPE <= self.cost and not self.done():
+            self.solve_in_order(order, SHARE)
 
     def solution(self, status: Status) -> Solution:
         seconds = self.elapsed()

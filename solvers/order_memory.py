@@ -104,6 +104,14 @@ def excess_of(during, budget):  # type: ignore[no-untyped-def]
 
 
 @compiled
+def _eighth(during, budget):  # type: ignore[no-untyped-def]
+    x = during / budget
+    x *= x
+    x *= x
+    return x * x
+
+
+@compiled
 def copies(  # type: ignore[no-untyped-def]
     t, low, high, longer, producer, reader_start, readers, n, place, following, new_place,
     births, deaths, makers, users,
@@ -168,14 +176,15 @@ def _among(t, start, stop, buffers):  # type: ignore[no-untyped-def]
 
 @compiled
 def weigh(  # type: ignore[no-untyped-def]
-    arrays, line, trial, low, high, longer, moved, mark, budget, price, added, excess, allowance
+    arrays, line, trial, low, high, longer, moved, mark, budget, price, lean, added, excess,
+    allowance,
 ):  # fmt: skip
     """What a change costs; fills trial.use and trial.live where memory differs.
 
     trial.at and trial.place hold the new executions at low..high + longer, trial.moved[:moved]
     those that are not merely shifted along, whose `stamp` is `mark`. `added` is what the change
-    adds in extra time by itself. Gives up if the objective, which has excess times price in it,
-    rises by more than `allowance`.
+    adds in extra time by itself. Gives up if extra time plus `price` times the excess rises by
+    more than `allowance`, or the same with `lean` times the sum of (bytes / budget)^8, too.
 
     Returns whether it does not, the stretch of new positions at which memory differs, what is
     added in extra time, excess and number of positions above the budget, and the numbers of
@@ -307,6 +316,7 @@ def weigh(  # type: ignore[no-untyped-def]
     behind = start
     more_excess = 0.0
     more_bad = 0
+    fuller = 0.0
     most = (allowance - added) / price + excess
     fits = True
     reached = 0.0
@@ -326,12 +336,14 @@ def weigh(  # type: ignore[no-untyped-def]
             while behind < p:
                 old += begins[behind] - ends[behind]
                 before = use[behind]
+                fuller -= _eighth(before, budget)
                 if before > budget:
                     more_excess -= excess_of(before, budget)
                     more_bad -= 1
                 behind += 1
             old += begins[p]
             before = use[p]
+            fuller -= _eighth(before, budget)
             if before > budget:
                 more_excess -= excess_of(before, budget)
                 more_bad -= 1
@@ -348,6 +360,7 @@ def weigh(  # type: ignore[no-untyped-def]
         new -= new_ends[q]
         new_use[q] = during
         new_live[q] = gap + new
+        fuller += _eighth(during, budget)
         if during > budget:
             x = excess_of(during, budget)
             reached += x
@@ -360,11 +373,13 @@ def weigh(  # type: ignore[no-untyped-def]
         # What is taken out at the end of the stretch.
         while behind <= stop - longer:
             before = use[behind]
+            fuller -= _eighth(before, budget)
             if before > budget:
                 more_excess -= excess_of(before, budget)
                 more_bad -= 1
             behind += 1
-        fits = added + price * more_excess <= allowance
+        rise = added + price * more_excess
+        fits = rise <= allowance and rise + lean * fuller <= allowance
     for m in range(corners):
         begins[corner[m]] = 0
         ends[corner[m]] = 0

@@ -340,7 +340,7 @@ def anneal_order(
     if n == 0:
         return [], 0.0
     flat = tuple(arrays)
-    parts = 1 + moves * n // 200_000_000
+    parts = 1 + moves * n // 50_000_000
     ratio = (cold / hot) ** (1.0 / parts)
     best, best_value = start, float("inf")
     for k in range(parts):

@@ -16,10 +16,11 @@ import numpy as np
 
 from optckpt.solvers.compiling import compiled, interruptible
 from optckpt.solvers.order_memory import END, accept, lay, new_line, new_trial, weigh
+from optckpt.solvers.order_moves import limits, next_use, shift_run, shift_together, unlink
 from optckpt.solvers.order_search import OrderArrays
 
-PART = 200_000_000
-"""Moves times positions that run without a look at the clock: some tenths of a second."""
+PART = 40_000_000
+"""Moves times positions that run without a look at the clock: a tenth of a second."""
 MOST_ALONG = 16
 """Executions that a shift may take along; more cost more time than they are worth."""
 DRAWS = 50
@@ -27,129 +28,9 @@ DRAWS = 50
 
 
 @compiled
-def _next_use(t, s, arrays, line):  # type: ignore[no-untyped-def]
-    """The first position from s on that reads the copy of buffer t that is in memory before s;
-    END if only the end of the step does, -1 if there is no such copy."""
-    born = False
-    made = END + 1
-    i = arrays.producer[t]
-    while i >= 0:
-        p = line.place[i]
-        if p >= s:
-            made = min(made, p)
-        elif p >= 0:
-            born = True
-        i = line.following[i]
-    if not born:
-        return -1
-    used = END + 1
-    n = len(arrays.cost)
-    for k in range(arrays.reader_start[t], arrays.reader_start[t + 1]):
-        i = arrays.readers[k]
-        if i == n:
-            used = min(used, END)
-            continue
-        while i >= 0:
-            p = line.place[i]
-            if p >= s:
-                used = min(used, p)
-            i = line.following[i]
-    return used if used < made else -1
-
-
-@compiled
-def _limits(i, arrays, line, length):  # type: ignore[no-untyped-def]
-    """The first and the last position that execution i may take, and the position of the first
-    re-execution if i is a first execution (END: none), which the limits leave out of account."""
-    o = line.operation[i]
-    if i != o:
-        return line.place[o] + 1, length - 1, END
-    earliest = 0
-    latest = length - 1
-    for k in range(arrays.parent_start[o], arrays.parent_start[o + 1]):
-        earliest = max(earliest, line.place[arrays.parents[k]] + 1)
-    for k in range(arrays.child_start[o], arrays.child_start[o + 1]):
-        latest = min(latest, line.place[arrays.children[k]] - 1)
-    again = END
-    j = line.following[i]
-    while j >= 0:
-        again = min(again, line.place[j])
-        j = line.following[j]
-    return earliest, latest, again
-
-
-@compiled
-def _shift_together(source, target, arrays, line, trial, met, mark):  # type: ignore[no-untyped-def]
-    """Lay the first execution at `source` to `target` with all between that has to stay behind
-    it (or before it, if it moves forward); returns how many go along."""
-    n = len(arrays.cost)
-    o = line.at[source]
-    along = 0
-    met[o] = mark
-    if source < target:
-        # met[o]: re-executions of o go along; met[n + o]: its first execution does.
-        for k in range(arrays.child_start[o], arrays.child_start[o + 1]):
-            met[n + arrays.children[k]] = mark
-        end = source
-        for p in range(source + 1, target + 1):
-            i = line.at[p]
-            u = line.operation[i]
-            if (i < n and met[n + u] == mark) or (i >= n and met[u] == mark):
-                trial.moved[along] = i
-                along += 1
-                if i < n:
-                    met[u] = mark
-                    for k in range(arrays.child_start[u], arrays.child_start[u + 1]):
-                        met[n + arrays.children[k]] = mark
-            else:
-                trial.at[end] = i
-                end += 1
-        trial.at[end] = o
-        for k in range(along):
-            trial.at[end + 1 + k] = trial.moved[k]
-    else:
-        for k in range(arrays.parent_start[o], arrays.parent_start[o + 1]):
-            met[n + arrays.parents[k]] = mark
-        end = source
-        for p in range(source - 1, target - 1, -1):
-            i = line.at[p]
-            if i < n and met[n + i] == mark:
-                trial.moved[along] = i
-                along += 1
-                for k in range(arrays.parent_start[i], arrays.parent_start[i + 1]):
-                    met[n + arrays.parents[k]] = mark
-            else:
-                trial.at[end] = i
-                end -= 1
-        trial.at[end] = o
-        for k in range(along):
-            trial.at[end - 1 - k] = trial.moved[k]
-    return along
-
-
-@compiled
-def _shift_run(source, run, target, line, trial):  # type: ignore[no-untyped-def]
-    """Lay the `run` executions from `source` to `target`; returns the stretch that changes."""
-    if target < source:
-        trial.at[target + run : source + run] = line.at[target:source]
-    else:
-        trial.at[source:target] = line.at[source + run : target + run]
-    trial.at[target : target + run] = line.at[source : source + run]
-    return min(source, target), max(source, target) + run - 1
-
-
-@compiled
-def _unlink(i, line):  # type: ignore[no-untyped-def]
-    j = line.operation[i]
-    while line.following[j] != i:
-        j = line.following[j]
-    line.following[j] = line.following[i]
-
-
-@compiled
 def _anneal(  # type: ignore[no-untyped-def]
-    arrays, line, trial, start, budget, moves, hot, cold, price, rate, shifts, together, most_along,
-    seed, known, enough,
+    arrays, line, trial, start, budget, moves, hot, cold, price, rate, lean, shifts, together,
+    most_along, seed, known, enough,
 ):  # fmt: skip
     """Anneal from `start`, looking for fitting sequences cheaper than `known`.
 
@@ -246,7 +127,7 @@ def _anneal(  # type: ignore[no-untyped-def]
                         continue
                     low = min(source, target)
                     high = max(source, target)
-                    along = _shift_together(source, target, arrays, line, trial, met, mark)
+                    along = shift_together(source, target, arrays, line, trial, met, mark)
                     if along == high - low or min(along, high - low - along) > most_along:
                         continue
                     if 2 * (along + 1) <= high - low + 1:
@@ -263,7 +144,7 @@ def _anneal(  # type: ignore[no-untyped-def]
                                 n_moved += 1
                         mark += 1
                 else:
-                    earliest, latest, own = _limits(i, arrays, line, length)
+                    earliest, latest, own = limits(i, arrays, line, length)
                     if style > 0.9:
                         target = earliest
                     elif style > 0.8:
@@ -283,7 +164,7 @@ def _anneal(  # type: ignore[no-untyped-def]
                     elif target in (source, own):
                         continue
                     else:
-                        low, high = _shift_run(source, 1, target, line, trial)
+                        low, high = shift_run(source, 1, target, line, trial)
                         moved[0] = i
                         n_moved = 1
             elif kind < shifts + 0.1 * (1.0 - shifts):
@@ -317,13 +198,13 @@ def _anneal(  # type: ignore[no-untyped-def]
                     o = operation[at[source + run - 1]]
                     target = END
                     for k in range(arrays.write_start[o], arrays.write_start[o + 1]):
-                        p = _next_use(arrays.writes[k], source + run, arrays, line)
+                        p = next_use(arrays.writes[k], source + run, arrays, line)
                         if p >= 0:
                             target = min(target, p - run)
                 target = min(max(target, earliest), length - run)
                 if target == source:
                     continue
-                low, high = _shift_run(source, run, target, line, trial)
+                low, high = shift_run(source, run, target, line, trial)
                 if 2 * run <= high - low + 1:
                     for k in range(run):
                         moved[k] = at[source + k]
@@ -346,7 +227,7 @@ def _anneal(  # type: ignore[no-untyped-def]
                 for _ in range(DRAWS):
                     drawn = np.random.randint(total)
                     chosen = int(np.searchsorted(drawn_up_to, drawn, side="right"))
-                    before = _next_use(chosen, s, arrays, line)
+                    before = next_use(chosen, s, arrays, line)
                     if before > s:
                         break
                 if before <= s:
@@ -371,7 +252,7 @@ def _anneal(  # type: ignore[no-untyped-def]
                             and met[u] != mark
                             and m < len(chain)
                             and np.random.random() < eager
-                            and _next_use(t, before, arrays, line) < 0
+                            and next_use(t, before, arrays, line) < 0
                         ):
                             met[u] = mark
                             chain[m] = u
@@ -432,12 +313,12 @@ def _anneal(  # type: ignore[no-untyped-def]
         for q in range(low, high + longer + 1):
             trial.place[trial.at[q]] = q
         fits, first, last, _, more_excess, more_bad, n_givers, n_dead = weigh(
-            arrays, line, trial, low, high, longer, n_moved, mark, budget, price, added, excess,
-            allowance,
+            arrays, line, trial, low, high, longer, n_moved, mark, budget, price, lean, added,
+            excess, allowance,
         )  # fmt: skip
         if not fits:
             for k in range(n_in):
-                _unlink(put_in[k], line)
+                unlink(put_in[k], line)
                 free[n_free] = put_in[k]
                 n_free += 1
             continue
@@ -455,7 +336,7 @@ def _anneal(  # type: ignore[no-untyped-def]
             n_again += 1
         for k in range(n_out):
             i = taken_out[k]
-            _unlink(i, line)
+            unlink(i, line)
             place[i] = -1
             free[n_free] = i
             n_free += 1
@@ -502,6 +383,7 @@ def anneal_sequence(
     shifts: float,
     together: float = 0.4,
     price: float = 10.0,
+    lean: float = 0.0,
     seed: int = 0,
     known: float = float("inf"),
     enough: float = 0.0,
@@ -518,6 +400,8 @@ def anneal_sequence(
             depends on.
         price: initial price of exceeding the budget by all of it for one step, in mean
             operation times; it adapts.
+        lean: price of (bytes / budget)^8, averaged over the positions of the plain step; keeps
+            the order from getting lost by shifts that matter only later on.
         known: only a sequence cheaper than this is of interest.
         enough: end as soon as a sequence that fits is at most this expensive.
         stop: asked a few times a second; ends the annealing early.
@@ -527,6 +411,7 @@ def anneal_sequence(
     best: list[int] | None = None
     ratio = (cold / hot) ** (1.0 / parts)
     price /= max(1, len(arrays.cost))
+    lean /= max(1, len(arrays.cost))
     # Short runs have to make up their minds sooner.
     rate = min(0.5, max(3e-4, 8.0 / moves))
     for k in range(parts):
@@ -535,7 +420,8 @@ def anneal_sequence(
         line, trial = new_line(capacity), new_trial(arrays, capacity)
         found, cost, last, price = interruptible(
             _anneal, arrays, line, trial, last, budget, -(-moves // parts), start, start * ratio,
-            price, rate, shifts, together, MOST_ALONG, (seed * 1009 + k) % 2**31, known, enough,
+            price, rate, lean, shifts, together, MOST_ALONG, (seed * 1009 + k) % 2**31, known,
+            enough,
         )  # fmt: skip
         if len(found):
             best, known = found.tolist(), float(cost)
