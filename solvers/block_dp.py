@@ -236,16 +236,23 @@ class BlockProgram:
         return sequence
 
 
-def block_program(problem: Problem, forward_end: int) -> BlockProgram | None:
+def block_program(
+    problem: Problem, forward_end: int, stop: Callable[[], bool] = lambda: False
+) -> BlockProgram | None:
     """The block program of a problem whose backward pass begins at `forward_end`.
 
-    None if the forward pass is no chain of at least four blocks.
+    None if the forward pass is no chain of at least four blocks, or after `stop`.
     """
     chain = find_chain(problem, forward_end, MAX_BLOCKS)
     if chain is None:
         return None
     finder = OptionFinder(chain)
-    return BlockProgram(problem, chain, [finder.options(i) for i in range(len(chain))])
+    options = []
+    for i in range(len(chain)):
+        if stop():
+            return None
+        options.append(finder.options(i))
+    return BlockProgram(problem, chain, options)
 
 
 def prepare() -> None:

@@ -168,7 +168,7 @@ class Incumbent:
         )
         if forward_end is None:
             return
-        program = block_dp.block_program(self.problem, forward_end)
+        program = block_dp.block_program(self.problem, forward_end, lambda: self.remaining() <= 0)
         if program is None or self.remaining() <= 0:
             return
         sequences = program.sequences(self.budget, lambda: self.remaining() <= 0)

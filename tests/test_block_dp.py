@@ -125,6 +125,7 @@ def test_hopeless_budgets_have_no_sequence() -> None:
 
 def test_stops_when_told() -> None:
     problem, forward_end = problem_of(resnet(2, 6))
+    assert block_program(problem, forward_end, lambda: True) is None
     program = block_program(problem, forward_end)
     assert program is not None
     budget = max(profile(problem, range(problem.n))) // 2
