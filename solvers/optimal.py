@@ -21,7 +21,7 @@ from optckpt.graph import TrainingGraph
 from optckpt.schedule import Certificate, Schedule, Solution, Status
 from optckpt.simulate import simulate
 from optckpt.solvers import engine
-from optckpt.solvers.chain_bound import chain_bound
+from optckpt.solvers.chain_schedule import chained
 from optckpt.solvers.cut_choice import behind_the_peak, fractional_cuts, peak_of, tighten
 from optckpt.solvers.decode import decode
 from optckpt.solvers.exact import Search, compile_search
@@ -57,8 +57,10 @@ EXACT_WORK = (8_000_000, 80_000_000)
 """States times operations of the exact search before the first cuts, and each round."""
 FINE = 2e-3
 """Who asks for a gap up to this (of the step) wants a good schedule, not just any."""
-REFINEMENTS, REFINE_NODES, REFINE_COLUMNS = 2, 300, 4000
+REFINEMENTS, REFINE_NODES, REFINE_COLUMNS = 4, 300, 4000
 """Rounds after the gap is closed; nodes of the search tree in each; open columns at most."""
+CHAIN_LIKE = 0.75
+"""Share of the incumbent's cost above which the bound for chains knows most of a problem."""
 LAST_TRIES = 6
 """Annealings from an incumbent that no cut can help to judge."""
 TOLERANCE = 1e-6
@@ -204,7 +206,8 @@ class _Search:
         status = self.search_exactly(EXACT_WORK[0])
         if status is not None:
             return status
-        sequence, solve_first = self.linear_rounds()
+        sequence = self.linear_rounds()
+        solve_first = bool(self.cuts)
         while True:
             if self.closed():
                 return "optimal"
@@ -252,7 +255,8 @@ class _Search:
                 break
             sequence = decode(self.problem, choice)
             self.incumbent.offer(sequence)
-            self.incumbent.improve(sequence, self.effort, hot=0.3)
+            for hot in (0.3, 0.1):
+                self.incumbent.improve(sequence, self.effort, hot)
             if not self.add_cuts(sequence):
                 break
         self.refining = False
@@ -277,12 +281,14 @@ class _Search:
         try:
             self.incumbent.first_schedules()
             if not self.closed():
-                chained = chain_bound(
-                    self.problem, self.budget, lambda: self.incumbent.remaining() > 0
-                )
-                if chained == float("inf"):
-                    return False
-                self.raise_bound(chained or 0.0)
+                chain = chained(self.problem, self.budget, lambda: self.incumbent.remaining() > 0)
+                if chain is not None:
+                    if chain.sequence is None:
+                        return False
+                    self.raise_bound(chain.bound)
+                    self.incumbent.offer(chain.sequence)
+                    if not self.closed() and chain.bound > CHAIN_LIKE * self.incumbent.cost:
+                        self.incumbent.improve(chain.sequence, self.effort, hot=0.3)
             if run is None:
                 return True
             result = run.result()
@@ -341,11 +347,12 @@ class _Search:
         self.raise_bound(outcome.bound)
         return "optimal" if self.closed() else None
 
-    def linear_rounds(self) -> tuple[list[int], bool]:
+    def linear_rounds(self) -> list[int]:
         """Choose the first cuts by linear relaxations, which take a hundredth of the time.
 
-        Returns the decoded solution of the highest value, whose cuts remain as far as they bear
-        on it, and whether these cuts are worth a solution in integers before there are more.
+        First where the linear solution itself exceeds the budget, then where its decoded sequence
+        does. Returns the decoded solution of the highest value, whose cuts remain as far as they
+        bear on it.
         """
         best = Linear(0.0, self.incumbent.base, set(), set(), [], 0)
         self.cuts = {peak_of(self.problem)}
@@ -355,7 +362,7 @@ class _Search:
             while not self.closed():
                 found = self.solve_linear()
                 if found is None:
-                    return best.sequence, False
+                    return best.sequence
                 stalled += 1
                 if found.value > best.value + LINEAR_GAIN:
                     best, stalled = found, 0
@@ -375,13 +382,12 @@ class _Search:
             if fractional and not self.closed() and not self.add_cuts(best.sequence):
                 break
         self.moments.clear()
-        behind = False
         if not self.closed():
             # On chains of blocks no violation shows that the stretch behind the peak matters.
             self.cuts = behind_the_peak(self.problem)
             found = self.solve_linear()
             if found is not None and found.value > best.value:
-                best, behind = found, True
+                best = found
         if best.slack and not self.closed():
             self.cuts = best.cuts - best.slack
             found = self.solve_linear()
@@ -389,7 +395,7 @@ class _Search:
                 best = found
         self.cuts = set(best.cuts)
         self.incumbent.improve(best.sequence, self.effort, hot=1.0)
-        return best.sequence, behind
+        return best.sequence
 
     def solve_linear(self) -> Linear | None:
         """Solve the linear relaxation for the current cuts, annealing meanwhile; raises the bound.
