@@ -25,7 +25,7 @@ logger = logging.getLogger("optckpt.solvers.incumbent")
 FIRST_TRIES = (3000, 10_000, 30_000)
 """Moves of the annealings that look for a first schedule."""
 HEURISTIC_SECONDS = 0.3
-"""Time for each heuristic that is tried for an incumbent."""
+"""Time for each heuristic that is tried for an incumbent, per thousand operations."""
 POLISH = 20_000
 """Moves of the annealings that start from a schedule made by a rule."""
 WORTH = 1e-4
@@ -151,7 +151,8 @@ class Incumbent:
         if self.ruled or self.remaining() <= 0:
             return
         self.ruled = True
-        seconds = min(HEURISTIC_SECONDS, max(0.01, self.remaining() / 4))
+        seconds = HEURISTIC_SECONDS * max(1.0, len(self.graph.operations) / 1000)
+        seconds = min(seconds, max(0.01, self.remaining() / 4))
         limited = replace(self.options, time_limit=seconds, progress=None)
         for strategy in (sqrt_n, griewank, chen_greedy, speed):
             with contextlib.suppress(OptckptError):
