@@ -81,10 +81,11 @@ def tighten(
 def fractional_use(
     problem: Problem, relaxation: Relaxation, values: Sequence[float]
 ) -> npt.NDArray[np.float64]:
-    """Bytes in memory while each base operation first executes, if `values` are shares.
+    """Bytes in memory while each base operation first executes, `values` being shares.
 
-    Shape (n,). Re-executions are taken to happen as late as their stage allows, and what they
-    read not to count, so this is an estimate from below. O(buffers * cuts).
+    Shape (n,); what it says about the cuts themselves is of no use. Re-executions are taken to
+    happen as late as their stage allows, and what they read not to count, so this is an estimate
+    from below. O(buffers * cuts).
     """
     p = problem
     change = np.zeros(p.n + 2)

@@ -57,7 +57,7 @@ EXACT_WORK = (8_000_000, 80_000_000)
 """States times operations of the exact search before the first cuts, and each round."""
 FINE = 2e-3
 """Who asks for a gap up to this (of the step) wants a good schedule, not just any."""
-REFINEMENTS, REFINE_NODES, REFINE_COLUMNS = 4, 300, 4000
+REFINEMENTS, REFINE_NODES, REFINE_COLUMNS = 2, 300, 4000
 """Rounds after the gap is closed; nodes of the search tree in each; open columns at most."""
 CHAIN_LIKE = 0.75
 """Share of the incumbent's cost above which the bound for chains knows most of a problem."""
@@ -257,7 +257,8 @@ class _Search:
             self.incumbent.offer(sequence)
             for hot in (0.3, 0.1):
                 self.incumbent.improve(sequence, self.effort, hot)
-            if not self.add_cuts(sequence):
+            if not self.add_cuts(sequence) or self.moments:
+                # Moment rows make relaxations too large for an afterthought.
                 break
         self.refining = False
 

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from optckpt.frontends.synthetic import residual_chain
-from optckpt.solvers.cut_choice import NEW_CUTS, behind_the_peak, tighten
+import numpy as np
+import pytest
+
+from optckpt.frontends.synthetic import random_graph, residual_chain
+from optckpt.solvers.cut_choice import (
+    NEW_CUTS,
+    behind_the_peak,
+    fractional_cuts,
+    fractional_use,
+    peak_of,
+    tighten,
+)
 from optckpt.solvers.preprocess import Problem, preprocess
 from optckpt.solvers.sequence import profile
+from optckpt.solvers.stage_cuts import build
 
 
 def problem() -> Problem:
@@ -66,3 +77,50 @@ def test_behind_the_peak() -> None:
     assert {peak, peak + 1, peak + 4} <= cuts
     assert min(cuts) == peak
     assert max(cuts) < p.n
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_kept_throughout_uses_what_the_plain_step_does(seed: int) -> None:
+    p = preprocess(random_graph(seed, 40))
+    relaxation = build(p, [p.n // 3, p.n // 2, 3 * p.n // 4], 10**9)
+    values = [0.0] * len(relaxation.model.cost)
+    for i, cut in enumerate(relaxation.cuts):
+        for t, column in relaxation.keep[i].items():
+            values[column] = float(p.last_reader(t) >= cut)
+    use = fractional_use(p, relaxation, values)
+    plain = np.array(profile(p, range(p.n)))
+    gifts = np.array([p.size[p.writes[o][0]] if p.takes[o] else 0 for o in range(p.n)])
+    # Which outputs take over an input is not looked at, and the cuts are judged already.
+    between = [o for o in range(p.n) if o not in relaxation.cuts]
+    assert np.all((use <= plain + 1e-6)[between])
+    assert np.all((use >= plain - gifts - 1e-6)[between])
+
+
+def test_half_of_a_buffer_is_half_its_size() -> None:
+    p = preprocess(residual_chain(12))
+    first, second = p.n // 2, p.n // 2 + 8
+    relaxation = build(p, [first, second], 10**9)
+    t, column = next(
+        (t, c)
+        for t, c in relaxation.keep[0].items()
+        if t in relaxation.keep[1] and not any(first < r < second for r in p.base_readers[t])
+    )
+    values = [0.0] * len(relaxation.model.cost)
+    nothing = fractional_use(p, relaxation, values)
+    values[column] = values[relaxation.keep[1][t]] = 0.5
+    half = fractional_use(p, relaxation, values) - nothing
+    assert np.allclose(half[first + 1 : second], 0.5 * p.size[t])
+    assert not half[: p.producer[t] + 1].any()
+
+
+def test_fractional_cuts_are_new_and_apart() -> None:
+    p = preprocess(residual_chain(40))
+    peak = peak_of(p)
+    relaxation = build(p, [peak], 10**9)
+    values = [1.0] * len(relaxation.model.cost)
+    use = fractional_use(p, relaxation, values)
+    found = fractional_cuts(p, relaxation, values, int(use.max()) // 2)
+    assert len(found) == NEW_CUTS
+    assert peak not in found
+    assert min(abs(a - b) for a in found for b in found if a != b) > p.n // 40
+    assert fractional_cuts(p, relaxation, values, int(use.max()) + 1) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 
@@ -9,7 +10,7 @@ import pytest
 
 from optckpt.errors import OptckptError
 from optckpt.solvers import engine
-from optckpt.solvers.engine import MipModel, Solve, solve_mip
+from optckpt.solvers.engine import INFINITY, MipModel, Solve, solve_mip
 
 
 def knapsack(room: float) -> MipModel:
@@ -34,6 +35,18 @@ def test_answers(name: engine.Engine) -> None:
 def test_hint_is_accepted() -> None:
     result = solve_mip(knapsack(5), time_limit=10, engine="scip", hint=[0.0, 1.0, 1.0])
     assert result.status == "optimal"
+
+
+def test_a_limit_of_nodes_leaves_a_bound() -> None:
+    rng = random.Random(1)
+    model = MipModel()
+    columns = [model.add_column(cost=-rng.uniform(10, 20)) for _ in range(60)]
+    for _ in range(8):
+        model.add_row({c: rng.uniform(10, 20) for c in columns}, upper=400.0)
+    full = solve_mip(model, time_limit=20, gap=1.0)
+    first, second = (solve_mip(model, time_limit=60, nodes=1) for _ in range(2))
+    assert first.status == second.status != "optimal"
+    assert -INFINITY < first.bound == second.bound <= full.bound + 1.0
 
 
 def test_workers_are_used_again_and_cancelled() -> None:

@@ -153,6 +153,23 @@ def test_same_seed_same_schedule() -> None:
     assert first.certificate.bound == second.certificate.bound
 
 
+def test_a_closed_gap_is_refined_alike_every_time() -> None:
+    # What is found first is within the tolerance, but not the best within it.
+    graph = medium_graph()
+    budget = budget_between(graph, 0.4)
+    best = solve(graph, budget, options=SolveOptions(gap=0.0, time_limit=60)).certificate
+    assert best.status == "optimal"
+    assert best.cost is not None
+    first, second = (
+        solve(graph, budget, options=SolveOptions(gap=0.002, time_limit=60)) for _ in range(2)
+    )
+    assert first.schedule == second.schedule
+    assert first.certificate.status == "optimal"
+    assert first.certificate.cost is not None
+    assert best.cost - 1e-6 <= first.certificate.cost <= best.cost + 2e-4
+    assert first.certificate.bound <= best.cost + 1e-6
+
+
 def test_progress_is_monotone() -> None:
     graph = residual_chain(8)
     seen: list[Progress] = []
