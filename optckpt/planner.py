@@ -331,6 +331,8 @@ def _adjusted(
     target may lose less. None if the first round found nothing. Also returns the seconds spent.
     """
     spent = 0.0
+    # Orders take longer to search.
+    longer = 2 if options.order == "free" else 1
     allowed = limit - int(search.margin * limit)
     best: _Round | None = None
     target, tried = allowed, set[int]()
@@ -345,7 +347,9 @@ def _adjusted(
         limited = replace(
             options,
             gap=options.gap if k else max(options.gap, _ROUGH_GAP),
-            time_limit=min(max(left, 0.1), (_SHARE if k else _ROUGH_SHARE) * options.time_limit),
+            time_limit=min(
+                max(left, 0.1), longer * (_SHARE if k else _ROUGH_SHARE) * options.time_limit
+            ),
         )
         solution = solve(graph, target, search.strategy, limited)
         cert = solution.certificate
