@@ -19,6 +19,7 @@ import bisect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -55,6 +56,8 @@ class Chain:
     """Bytes for the elements up to it while it is wanted; that of element 0 means nothing."""
     later: Ints
     """Bytes for the elements below it between then and when the next one is wanted."""
+    place: Ints
+    """Where on its path each element is; -1 for element 0."""
 
     def __len__(self) -> int:
         return len(self.size) - 1
@@ -223,6 +226,7 @@ def chain_of(
         np.array([0.0, *(total[k] for k in wanted)], np.float64),
         np.array([0, *(room[k] for k in wanted)], np.int64),
         np.array([0, *(later.get(k, most) for k in wanted)], np.int64),
+        np.array([-1, *wanted], np.int64),
     )
 
 
@@ -262,17 +266,54 @@ def _fill(low_j, high_j, n, levels, size, least, cost, room, later, value):  # t
                 value[own + j, h] = best[h]
 
 
-@compiled
-def _row(i, j, n):  # type: ignore[no-untyped-def]
+def _row_of(i: Any, j: Any, n: int) -> Any:
+    """The row of value[i, j, .]; of arrays, too."""
     return i * n - i * (i - 1) // 2 + j
 
 
-def least_cost(chain: Chain, proceed: Callable[[], bool] = lambda: True) -> float | None:
-    """A lower bound on what having every element when wanted costs beyond the first sweep.
+_row = compiled(_row_of)
 
-    Infinite if there is no way. `proceed` is asked now and then; None if it says no. In levels of
-    memory to which sizes are rounded down; then it is the least cost up to rounding errors.
-    O(n^3 levels) time at most, O(n^2 levels) memory.
+
+@dataclass(frozen=True)
+class Program:
+    """The solved program of a chain."""
+
+    chain: Chain
+    """Perhaps with fewer elements than it was given."""
+    bound: float
+    """What having every element when wanted costs at least beyond the first sweep."""
+    least: Ints
+    value: npt.NDArray[np.float32]
+
+    def since(self) -> list[int]:
+        """A cheapest way: per element the highest one during whose turn it is in memory already.
+
+        From then on it stays until its own turn is over. Only if the bound is finite.
+        """
+        n = len(self.chain)
+        since = [0] * (n + 1)
+        tasks = [(0, n, 0)]
+        while tasks:
+            i, j, h = tasks.pop()
+            if i == j:
+                continue
+            s = np.arange(i + 1, j + 1)
+            held = h + self.least[i, s]
+            s, held = s[held < self.value.shape[1]], held[held < self.value.shape[1]]
+            below = self.value[_row_of(i, s - 1, n), h]
+            above = self.value[_row_of(s, j, n), held]
+            k = int(np.argmin(self.chain.cost[s] + below + above))
+            since[s[k]] = j
+            tasks += [(i, int(s[k]) - 1, h), (int(s[k]), j, int(held[k]))]
+        return since
+
+
+def solve_chain(chain: Chain, proceed: Callable[[], bool] = lambda: True) -> Program | None:
+    """The program of `chain`; its bound is infinite if there is no way.
+
+    `proceed` is asked now and then; None if it says no. In levels of memory to which sizes are
+    rounded down; then the bound is the least cost up to rounding errors. O(n^3 levels) time at
+    most, O(n^2 levels) memory.
     """
     chain = _thinned(chain)
     n = len(chain)
@@ -290,7 +331,14 @@ def least_cost(chain: Chain, proceed: Callable[[], bool] = lambda: True) -> floa
         interruptible(_fill, j, until, n, levels, size, least, chain.cost, room, later, value)
     found = float(value[n, 0])
     # Three times per nesting, of which there are n at most, a value is rounded by 2^-24 of itself.
-    return max(0.0, found * (1.0 - (n + 2) * 2.0**-22) - float(chain.cost[-1]))
+    bound = max(0.0, found * (1.0 - (n + 2) * 2.0**-22) - float(chain.cost[-1]))
+    return Program(chain, bound, least, value)
+
+
+def least_cost(chain: Chain, proceed: Callable[[], bool] = lambda: True) -> float | None:
+    """The bound of `solve_chain` alone."""
+    program = solve_chain(chain, proceed)
+    return None if program is None else program.bound
 
 
 def _unit(chain: Chain) -> int:
@@ -324,7 +372,7 @@ def _thinned(chain: Chain) -> Chain:
     chosen = {0: 0} | {math.ceil(x): k for k, x in enumerate(share) if k}
     kept = sorted(chosen.values())
     size = np.minimum.reduceat(chain.size, [0, *(k + 1 for k in kept[:-1])])
-    return Chain(size, chain.cost[kept], chain.room[kept], chain.later[kept])
+    return Chain(size, chain.cost[kept], chain.room[kept], chain.later[kept], chain.place[kept])
 
 
 def chain_bound(
@@ -340,18 +388,23 @@ def chain_bound(
         The bound as a fraction of the plain step; infinite if no schedule fits; None if the
         problem has no chain, or if `proceed` said no.
     """
+    found = chain_program(problem, budget, proceed)
+    return None if found is None else found[0].bound
+
+
+def chain_program(
+    problem: Problem, budget: int, proceed: Callable[[], bool] = lambda: True
+) -> tuple[Program, list[int], list[Moment]] | None:
+    """The program behind `chain_bound`, its path and moments."""
     p = problem
     path = heaviest_path(p)
-    chain = chain_of(
-        [p.size[t] for t in path],
-        step_costs(p, path),
-        moments_of(p, path, budget),
-        budget,
-    )
-    return None if chain is None else least_cost(chain, proceed)
+    moments = moments_of(p, path, budget)
+    chain = chain_of([p.size[t] for t in path], step_costs(p, path), moments, budget)
+    program = None if chain is None else solve_chain(chain, proceed)
+    return None if program is None else (program, path, moments)
 
 
 def prepare() -> None:
     """Have the compiled code ready: the first call after installation takes seconds."""
     one = np.ones(2, np.int64)
-    least_cost(Chain(one, np.array([0.0, 1.0]), one, one))
+    least_cost(Chain(one, np.array([0.0, 1.0]), one, one, one))

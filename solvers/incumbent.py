@@ -176,11 +176,18 @@ class Incumbent:
         for sequence in sequences:
             self.offer(sequence)
         for sequence in sequences:
-            if self.remaining() > 0:
-                self.improve(sequence, POLISH, hot=0.3)
+            before = self.cost
+            for iterations in (POLISH, 5 * POLISH):
+                if self.remaining() > 0:
+                    self.improve(sequence, iterations, hot=0.3)
+                # Where a short annealing helps, near the floor mostly, a long one helps much more.
+                if self.cost >= before:
+                    break
 
-    def improve(self, sequence: Sequence[int], iterations: int, hot: float) -> None:
-        """Anneal from `sequence` and offer what comes out."""
+    def improve(
+        self, sequence: Sequence[int], iterations: int, hot: float, price: float = 10.0
+    ) -> None:
+        """Anneal from `sequence` and offer what comes out; `price` is that of `anneal`."""
         self.tries += 1
         found = anneal(
             self.arrays,
@@ -189,6 +196,7 @@ class Incumbent:
             # A small graph is soon searched through.
             iterations=min(iterations, 300 * self.problem.n, WORK // len(sequence)),
             hot=hot,
+            price=price,
             seed=self.options.seed * 7919 + self.tries,
             known=self.cost,
             stop=lambda: self.remaining() <= 0,
