@@ -61,6 +61,8 @@ REFINEMENTS, REFINE_NODES, REFINE_COLUMNS = 2, 300, 4000
 """Rounds after the gap is closed; nodes of the search tree in each; open columns at most."""
 CHAIN_LIKE = 0.75
 """Share of the incumbent's cost above which the bound for chains knows most of a problem."""
+REFINE_EFFORT = 80_000
+"""Moves of the annealings in each of these rounds."""
 LAST_TRIES = 6
 """Annealings from an incumbent that no cut can help to judge."""
 TOLERANCE = 1e-6
@@ -255,8 +257,9 @@ class _Search:
                 break
             sequence = decode(self.problem, choice)
             self.incumbent.offer(sequence)
-            for hot in (0.3, 0.1):
-                self.incumbent.improve(sequence, self.effort, hot)
+            # Next to the optimum: what a few steps exceed the budget by has to go first of all.
+            for price in (10.0, 1000.0):
+                self.incumbent.improve(sequence, REFINE_EFFORT, 0.3, price)
             if not self.add_cuts(sequence) or self.moments:
                 # Moment rows make relaxations too large for an afterthought.
                 break
