@@ -48,7 +48,7 @@ ORDER_MOVES = 700
 MOST_ORDER_MOVES = 1_000_000
 ORDER_WORK = 2_000_000_000
 """Shifts times operations at most."""
-HEATS = ((PEAK, 0.001), (MIX, 0.001), (PEAK, 0.1), (MIX, 0.0003))
+HEATS = ((PEAK, 0.1), (MIX, 0.001), (PEAK, 0.001), (MIX, 0.0003))
 """What orders are annealed for, and from which temperature."""
 FIRST_MOVES = 20_000
 """Moves per candidate of the annealing that ranks it."""
@@ -324,29 +324,32 @@ class _FreeOrder:
         if self.options.start is not None:
             self.offer(list(self.options.start.executions))
         base = list(range(self.problem.n))
-        rough = [(self.roughly([base])[0], 0, base)]
-        orders = self.annealed([(base, weights, hot) for weights, hot in HEATS])
-        for order in orders:
-            self.offer(order)
-        if self.closed():
-            return "optimal"
-        rough += zip(self.roughly(orders), range(1, len(orders) + 1), orders, strict=True)
+        rough = self.roughly([base])
+        orders: list[list[int]] = []
+        for k in range(0, len(HEATS), AT_ONCE):
+            orders += self.annealed([(base, *heat) for heat in HEATS[k : k + AT_ONCE]])
+            for order in orders[k:]:
+                self.offer(order)
+            if self.closed():
+                return "optimal"
+        rough += self.roughly(orders)
         if not self.raise_bound():
             return "infeasible"
         if not self.done():
             self.start_bound(start_order_cuts, most=CUTS)
-        ranked = sorted(rough)
-        starts: list[list[int]] = []
+        ranked = sorted(range(len(rough)), key=lambda k: rough[k][0])
+        starts = [rough[k][1] for k in ranked[:STARTS]]
         if not self.done():
-            begun = [(order, START_MOVES, WARM) for *_, order in ranked[:STARTS]]
-            starts = [found.best or found.last for found in self.anneal(*begun)]
+            begun = self.anneal(*((start, START_MOVES, LEAN[0]) for start in starts))
+            starts = [found.best or start for found, start in zip(begun, starts, strict=True)]
         if not self.done():
             # An order in which nothing fits yet says nothing against the base order.
-            better = ranked[0][0] < BETTER * rough[0][0] < float("inf")
+            better = rough[ranked[0]][0] < BETTER * rough[0][0] < float("inf")
             self.solve_in_order(base, BASE_SHARE if better else LONG_BASE_SHARE)
-        first, k, order = ranked[0]
+        k = ranked[0]
+        first = rough[k][0]
         if k and not self.done() and (first == float("inf") or first * HOPE <= self.cost):
-            self.solve_in_order(order, SHARE)
+            self.solve_in_order(orders[k - 1], SHARE)
         logger.debug("orders solved: %.5f, %.1f s", self.cost, self.elapsed())
         if not self.raise_bound():
             return "infeasible"
@@ -375,15 +378,16 @@ class _FreeOrder:
 
         return self.at_once([partial(call, *start, self.seed()) for start in starts])
 
-    def roughly(self, orders: Sequence[list[int]]) -> list[float]:
-        """The cost of a first schedule with each base order; these are offered."""
+    def roughly(self, orders: Sequence[list[int]]) -> list[tuple[float, list[int]]]:
+        """A first schedule with each base order, which is offered, and its cost; infinity and
+        the order itself where none was found."""
 
-        def call(order: list[int]) -> tuple[float, list[int] | None]:
+        def call(order: list[int]) -> tuple[float, list[int]]:
             if self.interrupted or self.over():
-                return float("inf"), None
+                return float("inf"), order
             graph = reorder(self.graph, order)
             if static_floor(graph).bytes > self.budget:
-                return float("inf"), None
+                return float("inf"), order
             problem = preprocess(graph)
             found = anneal(
                 to_arrays(problem),
@@ -394,15 +398,14 @@ class _FreeOrder:
                 stop=lambda: self.interrupted or self.over(),
             )
             if found.best is None:
-                return found.cost, None
+                return float("inf"), order
             executions = Schedule(problem.expand(found.best))
             return found.cost, list(restore(executions, order).executions)
 
         results = self.at_once([partial(call, order) for order in orders])
         for _, sequence in results:
-            if sequence is not None:
-                self.offer(sequence)
-        return [price for price, _ in results]
+            self.offer(sequence)
+        return results
 
     def solve_in_order(self, order: list[int], share: float) -> None:
         """Solve the graph with base order `order` in a share of the time left, or until it is
@@ -479,9 +482,10 @@ class _FreeOrder:
             return
         base = list(range(self.problem.n))
         tried = self.annealed([(base, MIX, RETRY_HEAT), (order, PEAK, RETRY_HEAT)])
-        first, _, order = min(zip(self.roughly(tried), (0, 1), tried, strict=True))
-        if first * RETRY_HOPE <= self.cost and not self.done():
-            self.solve_in_order(order, SHARE)
+        rough = self.roughly(tried)
+        k = 0 if rough[0][0] <= rough[1][0] else 1
+        if rough[k][0] * RETRY_HOPE <= self.cost and not self.done():
+            self.solve_in_order(tried[k], SHARE)
 
     def solution(self, status: Status) -> Solution:
         seconds = self.elapsed()

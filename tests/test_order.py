@@ -6,6 +6,7 @@ import _thread
 import random
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -109,6 +110,18 @@ def test_between_the_bound_and_the_fixed_order(seed: int, share: float, again: f
         fixed = cheapest(graph, budget)
         if fixed is not None:
             assert certificate.cost <= fixed[0] / graph.seconds + 0.001 + 1e-9
+
+
+@pytest.mark.parametrize("graph", [residual_chain(4), chain(10), random_layered(30, 4)])
+def test_what_the_base_order_allows_is_never_missed(graph: TrainingGraph) -> None:
+    budget = budget_between(graph, 0.5)
+    options = SolveOptions(time_limit=6, gap=0.01)
+    fixed = solve(graph, budget, options=options)
+    assert fixed.certificate.status == "optimal"
+    free = solve(graph, budget, options=replace(options, order="free"))
+    assert free.certificate.cost is not None
+    assert fixed.certificate.cost is not None
+    assert free.certificate.cost <= fixed.certificate.cost + 1e-12
 
 
 def test_layered_graphs_are_reordered_instead_of_computed_twice() -> None:
