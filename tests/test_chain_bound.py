@@ -6,6 +6,7 @@ import heapq
 import random
 from collections.abc import Sequence
 from itertools import accumulate, combinations, count
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from strategies_support import between
 
 from optckpt.frontends.synthetic import chain, random_graph, resnet
 from optckpt.graph import Buffer, Operation, TrainingGraph
+from optckpt.solvers import chain_bound as module
 from optckpt.solvers.brute_force import cheapest
 from optckpt.solvers.chain_bound import (
     Moment,
@@ -113,6 +115,25 @@ def test_where_all_is_wanted_once_the_program_is_exact(seed: int) -> None:
     found = chain_of(size, cost, moments, 10**6)
     assert found is not None
     assert least_cost(found) == pytest.approx(exhaustive(size, cost, moments), rel=1e-4, abs=1e-3)
+
+
+@settings(derandomize=True, deadline=None, max_examples=200)
+@given(seed=st.integers(0, 10**9))
+def test_rounded_and_thinned_chains_bound_still(seed: int) -> None:
+    rng = random.Random(seed)
+    n = rng.randint(2, 5)
+    size = [rng.randint(5, 40) for _ in range(n)]
+    cost = [float(rng.randint(0, 5)) for _ in range(n)]
+    moments = random_moments(rng, n, max(size))
+    found = chain_of(size, cost, moments, 10**6)
+    if found is None:
+        return
+    # Five elements have 36 values a level; so few levels are left, and then elements go.
+    cells = rng.choice((600, 1500, 3000))
+    with patch.object(module, "CELLS", cells), patch.object(module, "FINEST", 40):
+        bound = least_cost(found)
+    assert bound is not None
+    assert bound <= exhaustive(size, cost, moments) + 1e-9
 
 
 def small_graph(rng: random.Random) -> TrainingGraph:
