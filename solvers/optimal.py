@@ -53,8 +53,10 @@ PATH_ROUNDS = 3
 """How often path rows are added to one linear relaxation at most."""
 EXACT_OPERATIONS = 400
 """Graphs of at most so many operations are searched exactly beside the cuts."""
+EXACT_FIRST = 120
+"""Graphs of at most so many operations are given a long exact search before any cuts."""
 EXACT_WORK = (8_000_000, 80_000_000)
-"""States times operations of the exact search before the first cuts, and each round."""
+"""States times operations of the exact search in the first turn, and in each later one."""
 FINE = 2e-3
 """Who asks for a gap up to this (of the step) wants a good schedule, not just any."""
 REFINEMENTS, REFINE_NODES, REFINE_COLUMNS = 2, 300, 4000
@@ -206,6 +208,8 @@ class _Search:
         if not self.first_bound():
             return "infeasible"
         status = self.search_exactly(EXACT_WORK[0])
+        if status is None and self.problem.n <= EXACT_FIRST:
+            status = self.search_exactly(EXACT_WORK[1])
         if status is not None:
             return status
         sequence = self.linear_rounds()
@@ -245,8 +249,6 @@ class _Search:
         if not WORTH < self.options.gap <= FINE or not self.incumbent.found:
             return
         self.refining = True
-        if not self.cuts and not self.closed():
-            self.linear_rounds()
         for _ in range(REFINEMENTS):
             if self.closed() or not self.cuts or self.incumbent.remaining() <= 0:
                 break
@@ -258,8 +260,7 @@ class _Search:
             sequence = decode(self.problem, choice)
             self.incumbent.offer(sequence)
             # Next to the optimum: what a few steps exceed the budget by has to go first of all.
-            for price in (10.0, 1000.0):
-                self.incumbent.improve(sequence, REFINE_EFFORT, 0.3, price)
+            self.incumbent.improve(sequence, REFINE_EFFORT, hot=0.3, price=1000.0)
             if not self.add_cuts(sequence) or self.moments:
                 # Moment rows make relaxations too large for an afterthought.
                 break

@@ -21,7 +21,7 @@ from optckpt.solvers.stage_cuts import STEP, build
 from optckpt.solvers.strengthening import Strengthening
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(derandomize=True, deadline=None, max_examples=100)
 @given(seed=st.integers(0, 10**6), share=st.floats(0, 0.8))
 def test_cheapest_schedules_survive(seed: int, share: float) -> None:
     rng, graph, budget = draw(seed, share)
