@@ -249,6 +249,8 @@ class _Search:
         if not WORTH < self.options.gap <= FINE or not self.incumbent.found:
             return
         self.refining = True
+        if not self.cuts and not self.closed():
+            self.linear_rounds()
         for _ in range(REFINEMENTS):
             if self.closed() or not self.cuts or self.incumbent.remaining() <= 0:
                 break
@@ -260,7 +262,8 @@ class _Search:
             sequence = decode(self.problem, choice)
             self.incumbent.offer(sequence)
             # Next to the optimum: what a few steps exceed the budget by has to go first of all.
-            self.incumbent.improve(sequence, REFINE_EFFORT, hot=0.3, price=1000.0)
+            for price in (10.0, 1000.0):
+                self.incumbent.improve(sequence, REFINE_EFFORT, 0.3, price)
             if not self.add_cuts(sequence) or self.moments:
                 # Moment rows make relaxations too large for an afterthought.
                 break
