@@ -97,9 +97,11 @@ class Heat:
     """See `anneal_sequence`."""
     shifts: float
     """Share of moves that shift executions."""
+    together: float = 0.4
+    """Share of these that take along what stands in the way."""
 
 
-SCRATCH = Heat(1e-3, 1e-5, 0.0, 0.7)
+SCRATCH = Heat(1e-3, 1e-5, 0.0, 0.8, together=0.8)
 """From a sequence that may be changed entirely."""
 WARM = Heat(1e-4, 1e-5, 0.0, 0.7)
 """From a good one, where orders hardly matter."""
@@ -282,6 +284,7 @@ class _FreeOrder:
                 cold=heat.cold,
                 lean=heat.lean,
                 shifts=heat.shifts,
+                together=heat.together,
                 seed=seed,
                 enough=self.bound,
                 stop=lambda: self.interrupted or self.over(),

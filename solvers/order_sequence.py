@@ -21,7 +21,7 @@ from optckpt.solvers.order_search import OrderArrays
 
 PART = 40_000_000
 """Moves times positions that run without a look at the clock: a tenth of a second."""
-MOST_ALONG = 16
+MOST_ALONG = 200
 """Executions that a shift may take along; more cost more time than they are worth."""
 DRAWS = 50
 """Buffers drawn in search of one that lies idle at a given position."""
