@@ -59,9 +59,16 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         if request["hint"] is not None:
             values = dict(zip(model.variables(), request["hint"], strict=True))
             extra.solution_hints.append(mathopt.SolutionHint(variable_values=values))
-    result = mathopt.solve(
-        model, solver, params=mathopt.SolveParameters(**limits), model_params=extra
-    )
+    try:
+        result = mathopt.solve(
+            model, solver, params=mathopt.SolveParameters(**limits), model_params=extra
+        )
+    except Exception:
+        if any(request["integer"]):
+            raise
+        # Now and then HiGHS ends a linear program with an error of its own.
+        plain = mathopt.SolveParameters(time_limit=limits["time_limit"])
+        result = mathopt.solve(model, mathopt.SolverType.GLOP, params=plain)
     found_values: list[float] | None = None
     if result.solutions and result.solutions[0].primal_solution is not None:
         found = result.solutions[0].primal_solution.variable_values

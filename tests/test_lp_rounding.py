@@ -143,3 +143,19 @@ def test_the_time_limit_ends_it() -> None:
 
 def test_no_budget_is_the_plain_step() -> None:
     assert judged(synthetic.unet(2), None, "lp_rounding")[1].re_executions == 0
+
+
+def test_a_linear_program_that_highs_gives_up_is_solved_otherwise() -> None:
+    # Sizes of up to a gigabyte, on which HiGHS of OR-Tools 9.15 ends with an error.
+    rng = random.Random(613013910)
+    n = rng.randint(2, 8)
+    again = rng.choice([0, 0, 0.5, 1.0])
+    graph = synthetic.random_graph(
+        rng,
+        n,
+        repeatable=rng.choice([0.8, 1.0]),
+        repeatable_backward=again,
+        plain=rng.random() < 0.2,
+        max_size=rng.choice([8, 100, 10**9]),
+    )
+    assert solve(graph, 2_644_820_790, "lp_rounding").schedule is not None
