@@ -286,7 +286,7 @@ def _solve(graph: TrainingGraph, search: _Search) -> _Found:
     first = replace(options, time_limit=_FIXED_SHARE * options.time_limit) if reorder else options
     best, spent = _adjusted(graph, limit, search, first, floor)
     order: Order = fixed
-    if reorder and (best is None or best.rank > (0, _CHEAP)):
+    if reorder and (best is None or best.rank > (0, _CHEAP)) and not _is_best(best):
         left = min(options.time_limit - spent, (1 - _FIXED_SHARE) * options.time_limit)
         second = replace(options, order="free", time_limit=max(left, 0.1))
         other, _ = _adjusted(graph, limit, search, second, proven_floor(graph, "free"))
@@ -301,6 +301,14 @@ def _solve(graph: TrainingGraph, search: _Search) -> _Found:
     if cert.status == "optimal" and cert.gap is not None and cert.gap > options.gap:
         cert = replace(cert, status="feasible")
     return _Found(graph, best.target, replace(best.solution, certificate=cert), order)
+
+
+def _is_best(found: _Round | None) -> bool:
+    """Whether no other order can be cheaper."""
+    if found is None or found.excess > 0:
+        return False
+    certificate = found.solution.certificate
+    return certificate.status == "optimal" and certificate.valid_for == "any order"
 
 
 def _solve_for_price(graph: TrainingGraph, max_overhead: float, search: _Search) -> _Found:

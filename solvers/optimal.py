@@ -29,6 +29,7 @@ from optckpt.solvers.floor import static_floor
 from optckpt.solvers.incumbent import LARGE, WORTH, Incumbent
 from optckpt.solvers.loss_cut import start_loss_cut
 from optckpt.solvers.order import free_order
+from optckpt.solvers.order_chain import order_chain_bound
 from optckpt.solvers.potentials import potentials
 from optckpt.solvers.preprocess import Problem, preprocess
 from optckpt.solvers.registry import Progress, SolveOptions
@@ -115,6 +116,7 @@ def in_base_order(
         status = search.run()
         if status == "optimal":
             search.refine()
+            search.bound_any_order()
         search.incumbent.polish(search.bound)
         return search.solution(status), False
     except KeyboardInterrupt:
@@ -153,6 +155,8 @@ class _Search:
     bound: float = 0.0
     any_order: float = 0.0
     """A bound that holds for any order of the base operations."""
+    bound_by_chain: float = 0.0
+    """What the operations of one path alone cost."""
     cuts: set[int] = field(default_factory=set)
     moments: set[tuple[int, int]] = field(default_factory=set)
     rounds: int = 0
@@ -177,7 +181,7 @@ class _Search:
         return max(WORTH if self.refining else self.options.gap, TOLERANCE)
 
     def closed(self) -> bool:
-        return self.incumbent.found and self.incumbent.cost - self.bound <= self.tolerance
+        return self.incumbent.found and self.is_best(self.bound)
 
     @cached_property
     def strengthening(self) -> Strengthening:
@@ -293,6 +297,7 @@ class _Search:
                 if chain is not None:
                     if chain.sequence is None:
                         return False
+                    self.bound_by_chain = chain.bound
                     self.raise_bound(chain.bound)
                     self.incumbent.offer(chain.sequence)
                     if not self.closed() and chain.bound > CHAIN_LIKE * self.incumbent.cost:
@@ -308,6 +313,20 @@ class _Search:
         self.any_order = max(0.0, result.bound / STEP)
         self.raise_bound(self.any_order)
         return True
+
+    def bound_any_order(self) -> None:
+        """Find out whether the bound for chains, if it settled the matter, holds in any order."""
+        if self.bound_by_chain > self.any_order and not self.is_best(self.any_order):
+            bound = order_chain_bound(
+                self.graph,
+                self.budget + self.graph.resident,
+                lambda: self.incumbent.remaining() > 0,
+            )
+            self.any_order = max(self.any_order, min(bound or 0.0, self.incumbent.cost))
+
+    def is_best(self, bound: float) -> bool:
+        """Whether `bound` proves the incumbent to be the best within the tolerance."""
+        return self.incumbent.cost - bound <= self.tolerance
 
     def exhausted(self) -> Status:
         """What to do when every cut is made and the relaxed solution still does not fit.

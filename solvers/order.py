@@ -27,6 +27,7 @@ from optckpt.solvers.decode import drop_dead
 from optckpt.solvers.floor import any_order_floor, static_floor
 from optckpt.solvers.local_search import anneal, to_arrays
 from optckpt.solvers.loss_cut import STEP, start_loss_cut
+from optckpt.solvers.order_chain import order_chain_bound
 from optckpt.solvers.order_cuts import start_order_cuts
 from optckpt.solvers.order_search import (
     MIX,
@@ -321,9 +322,19 @@ class _FreeOrder:
         self.report()
         return True
 
+    def bound_chain(self) -> bool:
+        """Raise the bound by that for chains; False if it proves that nothing fits."""
+        bound = order_chain_bound(self.graph, self.budget, lambda: not self.over())
+        if bound == float("inf"):
+            return False
+        self.bound = max(self.bound, min(bound or 0.0, self.cost))
+        return True
+
     def run(self) -> Status:
         self.start_bound(start_loss_cut)
         self.compile()
+        if not self.bound_chain():
+            return "infeasible"
         if self.options.start is not None:
             self.offer(list(self.options.start.executions))
         base = list(range(self.problem.n))

@@ -17,9 +17,11 @@ from optckpt.solvers.ancestry import Ancestry
 from optckpt.solvers.brute_force import cheapest
 from optckpt.solvers.chain_bound import heaviest_path
 from optckpt.solvers.loss_cut import loss_cut_bound
+from optckpt.solvers.optimal import optimal
 from optckpt.solvers.order import reorder
 from optckpt.solvers.order_chain import demands, order_chain_bound
 from optckpt.solvers.preprocess import preprocess
+from optckpt.solvers.registry import SolveOptions
 
 
 def small(seed: int) -> TrainingGraph:
@@ -77,3 +79,13 @@ def test_deep_chains_cost_more_than_one_cut_sees() -> None:
     bound = order_chain_bound(graph, budget)
     assert bound is not None
     assert bound > 1.4 * loss_cut_bound(graph, budget)
+
+
+def test_chains_are_settled_for_every_order() -> None:
+    graph = residual_chain(24)
+    budget = round(0.12 * simulate(graph, Schedule.base(graph)).peak)
+    for order in ("fixed", "free"):
+        solution = optimal(graph, budget, SolveOptions(time_limit=20, order=order, gap=0.01))
+        certificate = solution.certificate
+        assert (certificate.status, certificate.valid_for) == ("optimal", "any order")
+        assert loss_cut_bound(graph, budget) < certificate.bound - 0.01
