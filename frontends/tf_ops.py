@@ -95,6 +95,8 @@ MERGED_BY_OPTIMIZER = words("""
     """)
 """Members of the patterns for which TensorFlow's graph optimiser has kernels of its own."""
 
+_REPLACED_IF_EQUAL_INPUTS = words("Mul MulNoNan Add AddV2 AddN")
+
 FUSED = {
     "Conv2D": ("BiasAdd", 0),
     "Pad": ("Conv2D", 0),
@@ -277,6 +279,21 @@ def fused_partner(op: tf.Operation) -> list[tf.Operation]:
         return []
     device = op.device
     return sorted((c for c in found if c.device == device), key=lambda c: c._id)
+
+
+def is_replaced_by_optimizer(op: tf.Operation) -> bool:
+    """Whether TensorFlow's graph optimiser puts another operation in the place of this one.
+
+    A tensor times itself becomes its square, and a sum of equal tensors becomes a product.
+    """
+    if op.type not in _REPLACED_IF_EQUAL_INPUTS or len(op.inputs) < 2:
+        return False
+    found = set()
+    for t in op.inputs:
+        while t.op.type == "Identity":
+            t = t.op.inputs[0]
+        found.add(id(t))
+    return len(found) == 1
 
 
 def batch_norm_reserve(op: tf.Operation) -> int:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optckpt.allocator import ROUNDING, Allocator, _Chunks
+from optckpt.allocator import ROUNDING, Allocator, _Chunks, _events, _replay
 from optckpt.frontends import synthetic
 from optckpt.graph import Buffer, Operation, TrainingGraph
 from optckpt.schedule import Schedule
@@ -120,3 +121,31 @@ def test_the_worst_history_counts(held):
     schedule = Schedule.base(graph)
     grown = Allocator(held=held).peak(graph, schedule)
     assert grown >= simulate(graph, schedule).peak
+
+
+def small_and_large(seed: int) -> TrainingGraph:
+    """24 operations that each write 512 KiB or 8 MiB and read two of the last five results."""
+    rng = random.Random(seed)
+    ops = []
+    buffers = []
+    for k in range(24):
+        reads = {rng.randrange(max(0, k - 5), k) for _ in range(2)} if k else set()
+        ops.append(Operation(f"o{k}", "X", 1.0, tuple(sorted(reads)), (k,)))
+        buffers.append(Buffer(f"b{k}", rng.choice((MIB // 2, 8 * MIB))))
+    return TrainingGraph(tuple(ops), tuple(buffers))
+
+
+@pytest.mark.parametrize("seed", [1, 9, 14, 39])
+def test_small_blocks_of_others_count(seed):
+    """They push the step's small blocks into a region that then holds fewer large ones."""
+    graph = small_and_large(seed)
+    schedule = Schedule.base(graph)
+    small = MIB // 4
+    held = [MIB] * 4
+    events = _events(graph, schedule, small)
+    peaks = [
+        _replay(_Chunks.holding([*held, *[small] * n], 0), events) + graph.resident
+        for n in range(9)
+    ]
+    assert max(peaks) > 1.15 * peaks[0]
+    assert Allocator(small, held=tuple(held)).peak(graph, schedule) >= max(peaks)

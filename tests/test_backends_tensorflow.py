@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python.eager import context
 from tf_support import (
     Step,
     assert_same,
@@ -147,6 +148,40 @@ def test_the_graph_optimizer_may_stay_on() -> None:
     again = [t.numpy() for t in Step(model, xs, everything_again).function(x)]
     for a, b in zip(plain, again, strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=4e-6 * np.abs(a).max())
+
+
+@pytest.mark.parametrize("schedule", [Schedule.base, everything_again], ids=["plain", "again"])
+def test_what_the_graph_optimizer_replaces_does_not_run_beside_its_replacement(
+    schedule: Callable[[TrainingGraph], Schedule],
+) -> None:
+    w = weight(256, 256)
+
+    def model(x: tf.Tensor) -> tf.Tensor:
+        h = tf.sin(x @ w)
+        h = tf.sin(h * tf.identity(h))
+        h = tf.sin(h + h)
+        h = tf.sin(tf.add_n([h, h, h]))
+        return tf.reduce_mean(h * tf.cos(h))
+
+    step = Step(model, [w], schedule)
+    x = tf.constant(normal(1024, 256))
+    run = context.context()
+    run.enable_graph_collection()
+    try:
+        values = step.function(x)
+        graphs = [f.post_optimization_graph for f in run.export_run_metadata().function_graphs]
+    finally:
+        run.disable_graph_collection()
+    nodes = [node for graph in graphs for node in graph.node]
+    assert any(node.op == "Square" for node in nodes)
+    data = {
+        node.name: {name for name in node.input if name[0] != "^"}
+        for node in nodes
+        if node.op in ("Mul", "AddV2", "AddN")
+    }
+    assert [name for name, read in data.items() if len(read) == 1] == []
+    for a, b in zip(values, Step(model, [w]).function(x), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 def test_clones_are_readable_and_keep_place_and_shape() -> None:

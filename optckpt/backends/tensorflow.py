@@ -388,7 +388,8 @@ def _protect(graph: tf.Graph, chain: Sequence[tf.Operation]) -> None:
     earlier tensor than before: tensors live on beyond what was planned (a GPT: +14 %) and the last
     bits of results change. It must not change what a function returns, nor an operation that the
     function has to run; so the operations are made such. Those that it merges into faster kernels
-    are left to it. In a v1 graph there is no such list.
+    or replaces by others are left to it: it would make the replacement and keep the original
+    beside it, computed for nobody. In a v1 graph there is no such list.
     """
     controls = getattr(graph, "control_outputs", None)
     if controls is not None:
@@ -398,6 +399,7 @@ def _protect(graph: tf.Graph, chain: Sequence[tf.Operation]) -> None:
             op
             for op in chain
             if op.type not in tf_ops.MERGED_BY_OPTIMIZER
+            and not tf_ops.is_replaced_by_optimizer(op)
             and not op._is_stateful
             and op not in present
         )
