@@ -413,7 +413,7 @@ class Build:
             ignored=tuple(self._ignored),
             plain_reads=tuple(self._plain_reads),
             resident_blocks=resident,
-            folded=sum(n for n in folded if n >= count_from),
+            folded=tuple(n for n in folded if n >= count_from),
             count_from=count_from,
             chain_from=self._sizes.chain_from,
         )

@@ -52,9 +52,9 @@ class Capture:
     """(operation of the graph, buffer) that these inputs read where nothing is rewritten."""
     resident_blocks: tuple[int, ...]
     """Bytes of each variable, input and constant that the step finds in memory."""
-    folded: int
-    """Bytes of `resident_blocks` that TensorFlow will allocate before the first step: constants
-    that it computes in advance."""
+    folded: tuple[int, ...]
+    """Those of `resident_blocks` that TensorFlow will allocate before the first step: constants
+    that it computes in advance. Smaller ones than `count_from` are left out."""
     count_from: int
     """Blocks smaller than this many bytes are not counted by the device's allocator."""
     chain_from: int

@@ -227,13 +227,22 @@ def measure(
     if settings.costs.cache is not True:
         options["cache"] = settings.costs.cache or None
     graph = costs.cost(found, settings.costs.model, **options)
-    in_use = device.bytes_in_use(found.device) + found.folded
+    in_use = device.bytes_in_use(found.device) + sum(found.folded)
     return replace(graph, resident=max(graph.resident, in_use))
 
 
 def allocator_of(found: Capture) -> Allocator | None:
     """A model of the allocator that will serve the captured step, if it has one to report."""
     return device.allocator(found.device, found.count_from, found.resident_blocks)
+
+
+def _allocator_now(found: Capture) -> Allocator | None:
+    """As `allocator_of`, for a step in this process: with the chunks that are free now."""
+    allocator = allocator_of(found)
+    if allocator is None or allocator.region:
+        return allocator
+    free = device.free_chunks(found.device, allocator.smallest)
+    return replace(allocator, free=free, coming=found.folded)
 
 
 def _plan_and_rewrite(
@@ -256,7 +265,7 @@ def _plan_and_rewrite(
                 strategy,
                 _solve_options(settings, found, checkpoints),
                 margin=settings.memory.margin,
-                allocator=allocator_of(found),
+                allocator=_allocator_now(found),
                 plain_graph=found.plain(graph),
                 max_overhead=max_overhead,
                 reorder=settings.solver.order == "auto",

@@ -10,6 +10,9 @@ import tensorflow as tf
 from optckpt.allocator import Allocator
 from optckpt.frontends.tensorflow import CPU_COUNT_FROM
 
+_MOST_BLOCKS = 4096
+"""How finely free chunks are looked for."""
+
 
 def memory_limit(device: str) -> int:
     """Bytes that the allocator of `device` ("/device:GPU:0") may hand out.
@@ -48,6 +51,46 @@ def allocator(device: str, count_from: int, held: tuple[int, ...]) -> Allocator 
     if count_from != CPU_COUNT_FROM:
         return None
     return Allocator(smallest=CPU_COUNT_FROM, held=held)
+
+
+def free_chunks(device: str, smallest: int) -> tuple[int, ...] | None:
+    """Bytes of the free chunks of the allocator of `device`, the smallest first; None if unknown.
+
+    They are found by taking blocks of at least `smallest` bytes one after the other: each comes
+    from the smallest chunk that is large enough, next to the one before while there is something
+    left of that chunk. No more is taken than was in use before, so that the allocator need not
+    grow: of the last and largest chunk perhaps only the beginning is found, and nothing of what is
+    larger still. Nothing is written to the blocks. On CPU only.
+    """
+    if "CPU" not in device.upper() or not smallest:
+        return None
+    name = device.removeprefix("/device:")
+    sizes: list[int] = []
+    blocks: list[tf.Tensor] = []
+    with tf.init_scope(), tf.device(device):
+        if not tf.executing_eagerly():
+            return None
+        try:
+            info = tf.config.experimental.get_memory_info(name)
+            used = int(info["current"])
+            room = int(info["peak"]) - used
+            block = max(smallest, room // _MOST_BLOCKS)
+            shape = tf.constant([block])
+            end = 0
+            while room >= 2 * block:
+                blocks.append(tf.raw_ops.Empty(shape=shape, dtype=tf.uint8))
+                now = int(tf.config.experimental.get_memory_info(name)["current"])
+                size, used = now - used, now
+                start = int(blocks[-1]._numpy().__array_interface__["data"][0])
+                if sizes and start == end:
+                    sizes[-1] += size
+                else:
+                    sizes.append(size)
+                end = start + size
+                room -= size
+        except (ValueError, tf.errors.ResourceExhaustedError):
+            return None
+    return tuple(sizes) or None
 
 
 def _allocator_limit(device: str) -> int:

@@ -111,8 +111,8 @@ def test_small_blocks_are_not_counted():
 
 
 def test_json_round_trip():
-    allocator = Allocator(256, 1 << 20, (3, 4))
-    assert Allocator.from_json(allocator.to_json()) == allocator
+    for allocator in (Allocator(256, 1 << 20, (3, 4)), Allocator(256, 0, (), (5, 6), (7,))):
+        assert Allocator.from_json(allocator.to_json()) == allocator
 
 
 @pytest.mark.parametrize("held", [(), (3 * MIB, 5 * MIB, MIB)])
@@ -149,3 +149,25 @@ def test_small_blocks_of_others_count(seed):
     ]
     assert max(peaks) > 1.15 * peaks[0]
     assert Allocator(small, held=tuple(held)).peak(graph, schedule) >= max(peaks)
+
+
+def test_known_free_chunks_are_what_is_replayed():
+    graph = TrainingGraph(
+        (Operation("a", "X", 1.0, (), (0,)), Operation("b", "X", 1.0, (0,), (1,))),
+        (Buffer("a", 8 * MIB), Buffer("b", 8 * MIB)),
+    )
+    base = Schedule.base(graph)
+    # The second chunk is too small to be split, unless the constant takes some of it.
+    free = (10 * MIB, 15 * MIB, 64 * MIB)
+    assert Allocator(free=free).peak(graph, base) == 25 * MIB
+    assert Allocator(free=free, coming=(11 * MIB,)).peak(graph, base) == 18 * MIB
+    # Of the last chunk only the beginning may be known.
+    assert Allocator(free=(9 * MIB,)).peak(graph, base) == 16 * MIB
+
+
+def test_where_known_chunks_do_not_suffice_the_plausible_histories_count():
+    graph = small_and_large(1)
+    base = Schedule.base(graph)
+    unknown = Allocator(MIB // 4, held=(MIB,) * 4)
+    known = Allocator(MIB // 4, held=(MIB,) * 4, free=(MIB, 2 * MIB))
+    assert known.peak(graph, base) >= unknown.peak(graph, base)
