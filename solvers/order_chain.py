@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from optckpt.graph import TrainingGraph
 from optckpt.solvers.ancestry import Ancestry
 from optckpt.solvers.chain_bound import (
@@ -38,16 +40,18 @@ def demands(problem: Problem, ancestry: Ancestry, path: Sequence[int]) -> list[t
     if len(pairs) > MOST_READERS:
         pairs = [(r, k) for k, t in enumerate(path) for r in p.base_readers[t][-1:] if r < p.n]
     pairs.sort()
-    length = [1] * len(pairs)
+    readers = np.array([r for r, _ in pairs], np.int64)
+    places = np.array([k for _, k in pairs], np.int64)
+    length = np.ones(len(pairs), np.int64)
     link = [-1] * len(pairs)
     for index, (r, k) in enumerate(pairs):
-        before = ancestry.before[r]
-        for other in range(index):
-            q, place = pairs[other]
-            if place > k and length[other] >= length[index] and before >> q & 1:
-                length[index], link[index] = length[other] + 1, other
+        above = ancestry.spread(ancestry.before[r])[readers[:index]] * (places[:index] > k)
+        lengths = length[:index] * above
+        if lengths.any():
+            link[index] = int(lengths.argmax())
+            length[index] += lengths[link[index]]
     found = []
-    index = max(range(len(pairs)), key=length.__getitem__, default=-1)
+    index = int(length.argmax()) if pairs else -1
     while index >= 0:
         r, k = pairs[index]
         found.append((k, r))
@@ -67,18 +71,21 @@ def chain_in_any_order(graph: TrainingGraph, budget: int) -> Chain | None:
     wanted = demands(p, ancestry, path)
     if len(wanted) < 2:
         return None
-    once = [t for t, o in enumerate(p.producer) if not p.repeatable[o] and p.size[t]]
+    # Bytes that ancestors wrote once and for all and descendants, or the end, still read.
+    certain = np.zeros(p.n, np.int64)
+    once: dict[int, int] = {}
+    for t, o in enumerate(p.producer):
+        if not p.repeatable[o] and p.size[t]:
+            once[t] = ancestry.bypassed(graph, t)
+            if once[t]:
+                certain += p.size[t] * ancestry.spread(once[t]).astype(np.int64)
+    place_of = {t: k for k, t in enumerate(path)}
     moments = []
     for k, c in wanted:
-        states = set(path[: k + 1])
-        before, behind = ancestry.before[c], ancestry.after[c] | 1 << p.n
-        held = {t for t in p.reads[c] if t not in states}
-        held.update(
-            t
-            for t in once
-            if before >> p.producer[t] & 1 and any(behind >> r & 1 for r in p.base_readers[t])
+        own = (
+            t for t in p.reads[c] if place_of.get(t, len(path)) > k and not once.get(t, 0) >> c & 1
         )
-        need = p.workspace[c] + sum(p.size[t] for t in (*held, *p.writes[c]))
+        need = int(certain[c]) + p.workspace[c] + sum(p.size[t] for t in (*own, *p.writes[c]))
         if p.takes[c]:
             need -= p.size[p.writes[c][0]]
         moments.append(Moment(k, True, budget - need))

@@ -19,7 +19,7 @@ from optckpt.solvers.chain_bound import heaviest_path
 from optckpt.solvers.loss_cut import loss_cut_bound
 from optckpt.solvers.optimal import optimal
 from optckpt.solvers.order import reorder
-from optckpt.solvers.order_chain import demands, order_chain_bound
+from optckpt.solvers.order_chain import chain_in_any_order, demands, order_chain_bound
 from optckpt.solvers.preprocess import preprocess
 from optckpt.solvers.registry import SolveOptions
 
@@ -71,6 +71,32 @@ def test_demands_follow_one_another_in_every_order() -> None:
         assert below < k
         assert ancestry.before[behind] >> r & 1
         assert path[k] in problem.reads[r]
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(seed=st.integers(0, 10**6), share=st.floats(0, 0.9))
+def test_rooms_count_what_ancestors_wrote_and_descendants_read(seed: int, share: float) -> None:
+    rng = random.Random(seed)
+    graph = random_graph(rng, rng.randint(4, 14), repeatable=share, repeatable_backward=share)
+    p, ancestry = preprocess(graph, merge=False), Ancestry.of(graph)
+    path = heaviest_path(p)
+    wanted = demands(p, ancestry, path)
+    found = chain_in_any_order(graph, 1000)
+    assert (found is None) == (len(wanted) < 2)
+    if found is None:
+        return
+    for (k, c), room in zip(reversed(wanted), found.room[1:], strict=True):
+        behind = ancestry.after[c] | 1 << p.n
+        there = {t for t in p.reads[c] if t not in path[: k + 1]} | set(p.writes[c])
+        there.update(
+            t
+            for t, o in enumerate(p.producer)
+            if not p.repeatable[o]
+            and ancestry.before[c] >> o & 1
+            and any(behind >> r & 1 for r in p.base_readers[t])
+        )
+        gift = p.size[p.writes[c][0]] if p.takes[c] else 0
+        assert room == 1000 - p.workspace[c] - sum(p.size[t] for t in there) + gift
 
 
 def test_deep_chains_cost_more_than_one_cut_sees() -> None:
