@@ -13,45 +13,29 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 
 from optckpt.graph import TrainingGraph
 from optckpt.schedule import Certificate, Schedule, Solution, Status
 from optckpt.simulate import simulate
 from optckpt.solvers import engine
 from optckpt.solvers.chain_schedule import chained
-from optckpt.solvers.cut_choice import behind_the_peak, fractional_cuts, peak_of, tighten
 from optckpt.solvers.decode import decode
 from optckpt.solvers.exact import Search, compile_search
 from optckpt.solvers.floor import static_floor
-from optckpt.solvers.incumbent import LARGE, WORTH, Incumbent
+from optckpt.solvers.incumbent import LARGE, WORTH
+from optckpt.solvers.linear_rounds import linear_rounds
 from optckpt.solvers.loss_cut import start_loss_cut
 from optckpt.solvers.order import free_order
 from optckpt.solvers.order_chain import order_chain_bound
 from optckpt.solvers.potentials import potentials
-from optckpt.solvers.preprocess import Problem, preprocess
-from optckpt.solvers.registry import Progress, SolveOptions
+from optckpt.solvers.preprocess import preprocess
+from optckpt.solvers.registry import SolveOptions
+from optckpt.solvers.search_state import SearchState
 from optckpt.solvers.stage_cuts import STEP, Choice, read_choice
-from optckpt.solvers.strengthening import Strengthening
 
 logger = logging.getLogger("optckpt.solvers.optimal")
 
-LINEAR_GAIN = 1e-4
-"""What new cuts have to add to the linear relaxation's value (of the step) to count as progress."""
-LINEAR_EFFORT = 20_000
-"""Moves of the annealings meanwhile, at most."""
-LINEAR_MOVES = 8
-"""Moves a column, as small relaxations are soon solved."""
-SURELY = 0.9
-"""A buffer is surely kept if this share of it is."""
-LINEAR_PATIENCE = 2
-"""Rounds without progress after which another way to cut takes over."""
-LINEAR_COLUMNS = 12_000
-"""Open columns beyond which another linear relaxation takes too long."""
-PATH_ROUNDS = 3
-"""How often path rows are added to one linear relaxation at most."""
 EXACT_OPERATIONS = 400
 """Graphs of at most so many operations are searched exactly beside the cuts."""
 EXACT_FIRST = 120
@@ -68,8 +52,6 @@ REFINE_EFFORT = 80_000
 """Moves of the annealings in each of these rounds."""
 LAST_TRIES = 6
 """Annealings from an incumbent that no cut can help to judge."""
-TOLERANCE = 1e-6
-"""A gap this small (fraction of the step) is the solvers' own tolerance, not a gap."""
 
 
 def optimal(graph: TrainingGraph, budget: int | None, options: SolveOptions) -> Solution:
@@ -125,78 +107,18 @@ def in_base_order(
         return search.solution("feasible"), True
 
 
-@dataclass(frozen=True)
-class Linear:
-    """What a linear relaxation came to."""
-
-    value: float
-    """Its bound, as a fraction of the plain step."""
-    sequence: list[int]
-    """Its solution, rounded and decoded."""
-    cuts: set[int]
-    slack: set[int]
-    """Cuts without which the value would be the same."""
-    exceeded: list[int]
-    """Where it exceeds the budget most, fractions of buffers being in memory."""
-    columns: int
-    """Columns that no fact decided."""
-
-
 @dataclass
-class _Search:
-    """The state of one call: incumbent, bound, cuts."""
+class _Search(SearchState):
+    """One call."""
 
-    graph: TrainingGraph
-    problem: Problem
-    budget: int
-    """Bytes without resident data."""
-    options: SolveOptions
-    started: float
-    bound: float = 0.0
     any_order: float = 0.0
     """A bound that holds for any order of the base operations."""
     bound_by_chain: float = 0.0
     """What the operations of one path alone cost."""
-    cuts: set[int] = field(default_factory=set)
-    moments: set[tuple[int, int]] = field(default_factory=set)
     rounds: int = 0
-    cutting: int = 0
-    """Rounds of new cuts so far."""
-    effort: int = 10_000
-    """Moves per annealing in this round."""
     exact: Search | None = None
     exact_led: bool = False
     """Whether potentials for the exact search have been asked for."""
-
-    @cached_property
-    def incumbent(self) -> Incumbent:
-        return Incumbent(
-            self.graph, self.problem, self.budget, self.options, self.started, self.report
-        )
-
-    refining: bool = False
-
-    @property
-    def tolerance(self) -> float:
-        return max(WORTH if self.refining else self.options.gap, TOLERANCE)
-
-    def closed(self) -> bool:
-        return self.incumbent.found and self.is_best(self.bound)
-
-    @cached_property
-    def strengthening(self) -> Strengthening:
-        return Strengthening(self.problem, self.budget)
-
-    def report(self) -> None:
-        if self.options.progress is not None:
-            cost = self.incumbent.cost if self.incumbent.found else None
-            self.options.progress(Progress(self.incumbent.elapsed(), cost, self.bound))
-
-    def raise_bound(self, bound: float) -> None:
-        if bound > self.bound:
-            # A proof that nothing cheaper exists can overshoot by the solver's tolerance.
-            self.bound = min(bound, self.incumbent.cost)
-            self.report()
 
     def run(self) -> Status:
         self.incumbent.compile()
@@ -216,7 +138,7 @@ class _Search:
             status = self.search_exactly(EXACT_WORK[1])
         if status is not None:
             return status
-        sequence = self.linear_rounds()
+        sequence = linear_rounds(self)
         solve_first = bool(self.cuts)
         while True:
             if self.closed():
@@ -254,7 +176,7 @@ class _Search:
             return
         self.refining = True
         if not self.cuts and not self.closed():
-            self.linear_rounds()
+            linear_rounds(self)
         for _ in range(REFINEMENTS):
             if self.closed() or not self.cuts or self.incumbent.remaining() <= 0:
                 break
@@ -324,10 +246,6 @@ class _Search:
             )
             self.any_order = max(self.any_order, min(bound or 0.0, self.incumbent.cost))
 
-    def is_best(self, bound: float) -> bool:
-        """Whether `bound` proves the incumbent to be the best within the tolerance."""
-        return self.incumbent.cost - bound <= self.tolerance
-
     def exhausted(self) -> Status:
         """What to do when every cut is made and the relaxed solution still does not fit.
 
@@ -374,121 +292,6 @@ class _Search:
         self.raise_bound(outcome.bound)
         return "optimal" if self.closed() else None
 
-    def linear_rounds(self) -> list[int]:
-        """Choose the first cuts by linear relaxations, which take a hundredth of the time.
-
-        First where the linear solution itself exceeds the budget, then where its decoded sequence
-        does. Returns the decoded solution of the highest value, whose cuts remain as far as they
-        bear on it.
-        """
-        best = Linear(0.0, self.incumbent.base, set(), set(), [], 0)
-        self.cuts = {peak_of(self.problem)}
-        dropped: set[int] = set()
-        for fractional in (True, False):
-            stalled = 0
-            while not self.closed():
-                found = self.solve_linear()
-                if found is None:
-                    return best.sequence
-                stalled += 1
-                if found.value > best.value + LINEAR_GAIN:
-                    best, stalled = found, 0
-                if stalled == LINEAR_PATIENCE or found.columns > LINEAR_COLUMNS:
-                    break
-                # A smaller relaxation of the same value. Cuts that come back have a reason.
-                loose = found.slack - dropped
-                dropped |= loose
-                self.cuts -= loose
-                if fractional:
-                    self.cuts.update(found.exceeded)
-                    if not found.exceeded:
-                        break
-                elif not self.add_cuts(found.sequence):
-                    break
-            self.cuts = set(best.cuts)
-            if fractional and not self.closed() and not self.add_cuts(best.sequence):
-                break
-        self.moments.clear()
-        if not self.closed():
-            # On chains of blocks no violation shows that the stretch behind the peak matters.
-            self.cuts = behind_the_peak(self.problem)
-            found = self.solve_linear()
-            if found is not None and found.value > best.value:
-                best = found
-        if best.slack and not self.closed():
-            self.cuts = best.cuts - best.slack
-            found = self.solve_linear()
-            if found is not None and found.value > best.value - LINEAR_GAIN:
-                best = found
-        self.cuts = set(best.cuts)
-        self.incumbent.improve(best.sequence, self.effort, hot=1.0)
-        return best.sequence
-
-    def solve_linear(self) -> Linear | None:
-        """Solve the linear relaxation for the current cuts, annealing meanwhile; raises the bound.
-
-        Path rows that its solution violates are put in, as long as there are some. Returns None
-        if it is infeasible, or if the time is over.
-        """
-        value = -1.0
-        values: list[float] | None
-        for k in range(PATH_ROUNDS + 1):
-            if self.incumbent.remaining() <= 0:
-                return None
-            strengthened = self.strengthening.build(self.cuts)
-            model = strengthened.relaxation.model
-            effort = min(LINEAR_EFFORT, LINEAR_MOVES * len(model.cost))
-            if self.incumbent.remaining() <= 0:
-                return None
-            run = engine.Solve(model, time_limit=max(0.1, self.incumbent.remaining()), relax=True)
-            try:
-                if not k:
-                    warm = self.incumbent.best or self.incumbent.base
-                    self.incumbent.improve(warm, effort, hot=1.0)
-                result = run.result()
-            finally:
-                run.cancel()
-            logger.debug(
-                "%d cuts, linear: %s, %d of %d columns, %d path rows, bound %.5f, "
-                "incumbent %.5f, %.1f s",
-                len(self.cuts), result.status, strengthened.open, len(model.cost),
-                len(strengthened.rows), result.bound / STEP, self.incumbent.cost,
-                self.incumbent.elapsed(),
-            )  # fmt: skip
-            if result.status == "infeasible" or result.values is not None:
-                self.raise_bound(min(result.bound / STEP, strengthened.cutoff))
-            values = result.values
-            if values is None:
-                return None
-            # A relaxation without columns comes back without them.
-            duals = result.duals or [0.0] * len(model.row_lower)
-            gain = result.bound / STEP - value
-            value = result.bound / STEP
-            if self.closed() or k == PATH_ROUNDS or gain < LINEAR_GAIN:
-                break
-            if not self.strengthening.separate(strengthened, values):
-                break
-        assert values is not None
-        sequence = decode(self.problem, read_choice(strengthened.relaxation, values))
-        if not self.closed():
-            self.incumbent.offer(sequence)
-            # What little is surely kept fits well; nearby lie schedules that annealing from
-            # elsewhere does not find.
-            surely = decode(self.problem, read_choice(strengthened.relaxation, values, SURELY))
-            self.incumbent.improve(surely, effort, hot=0.3)
-            self.incumbent.improve(sequence, effort, hot=0.1)
-        if self.incumbent.found:
-            # Closer than the cutoff, so that `refine` may look for what is slightly cheaper.
-            limit = self.incumbent.cost - min(self.tolerance, WORTH) / 4
-            self.strengthening.facts.learn(strengthened.relaxation, duals, limit)
-        slack = strengthened.slack_cuts(duals)
-        exceeded = fractional_cuts(self.problem, strengthened.relaxation, values, self.budget)
-        return Linear(value, sequence, set(self.cuts), slack, exceeded, strengthened.open)
-
-    def cutoff(self) -> float:
-        """Only schedules up to this overhead are of interest."""
-        return self.incumbent.cost - self.tolerance / 4
-
     def solve_round(self, nodes: int | None = None) -> Choice | None:
         """Solve the relaxation for the current cuts, annealing meanwhile.
 
@@ -533,16 +336,6 @@ class _Search:
         self.incumbent.improve(self.incumbent.base, self.effort, hot=3.0)
         if self.incumbent.best is not None:
             self.incumbent.improve(self.incumbent.best, self.effort, hot=1.0)
-
-    def add_cuts(self, sequence: Sequence[int]) -> bool:
-        """Cut where `sequence` exceeds the budget most; False if there is nothing to add."""
-        # Some bounds need the very peak's neighbours: taking turns was best on the whole.
-        spread = self.cutting % 2 == 0
-        self.cutting += 1
-        more = tighten(self.problem, sequence, self.budget, self.cuts, self.moments, spread=spread)
-        self.cuts.update(more.cuts)
-        self.moments.update(more.moments)
-        return bool(more.cuts or more.moments)
 
     def solution(self, status: Status) -> Solution:
         seconds, first = self.incumbent.elapsed(), self.incumbent.seconds_first
