@@ -104,7 +104,8 @@ def in_base_order(
     except KeyboardInterrupt:
         if not search.incumbent.found:
             raise
-        return search.solution("feasible"), True
+        search.refining = False
+        return search.solution(search.out_of_time()), True
 
 
 @dataclass

@@ -22,9 +22,11 @@ from optckpt.errors import GraphError
 from optckpt.graph import TrainingGraph
 from optckpt.schedule import Certificate, Schedule, Solution, Status
 from optckpt.simulate import simulate
-from optckpt.solvers import engine
+from optckpt.solvers import block_dp, chain_bound, engine
+from optckpt.solvers.chain_schedule import chained
 from optckpt.solvers.decode import drop_dead
 from optckpt.solvers.floor import any_order_floor, static_floor
+from optckpt.solvers.incumbent import Incumbent
 from optckpt.solvers.local_search import anneal, to_arrays
 from optckpt.solvers.loss_cut import STEP, start_loss_cut
 from optckpt.solvers.order_chain import order_chain_bound
@@ -67,6 +69,8 @@ MOST_POLISH = 2_000
 """... but at most so many per operation."""
 PATIENCE = 12
 """Rounds of the final search without improvement after which it ends."""
+SCHEDULES_SHARE = 0.2
+"""Share of the time for schedules that rules and dynamic programs know in base order, at most."""
 SHARE = 0.5
 """Share of the time left for solving one order as if it were given."""
 BASE_SHARE, LONG_BASE_SHARE = 0.5, 0.75
@@ -252,6 +256,8 @@ class _FreeOrder:
         anneal_order(self.arrays, base, self.room, weights=MIX, moves=1)
         self.anneal((base, 1, WARM))
         anneal(to_arrays(self.problem), base, self.room, iterations=1)
+        block_dp.prepare()
+        chain_bound.prepare()
         self.compiling = time.monotonic() - before
         if self.compiling > 1:
             logger.info("compiled the search over orders in %.1f s (once)", self.compiling)
@@ -322,6 +328,33 @@ class _FreeOrder:
         self.report()
         return True
 
+    def offer_base_schedules(self) -> None:
+        """What is quickly known in base order: rules, block program, and the chain's schedule.
+
+        On long chains annealing finds nothing of the kind.
+        """
+        if self.over() or static_floor(self.graph).bytes > self.budget:
+            return
+        problem = preprocess(self.graph)
+        known = Incumbent(
+            self.graph,
+            problem,
+            self.room,
+            replace(self.options, time_limit=max(0.01, SCHEDULES_SHARE * self.remaining())),
+            time.monotonic(),
+            lambda: None,
+        )
+        known.offer_heuristics()
+        if known.remaining() > 0:
+            known.offer_blocks()
+        if known.remaining() > 0:
+            chain = chained(problem, self.room, lambda: known.remaining() > 0)
+            if chain is not None and chain.sequence is not None:
+                known.offer(chain.sequence)
+        schedule = known.schedule()
+        if schedule is not None:
+            self.offer(list(schedule.executions))
+
     def bound_chain(self) -> bool:
         """Raise the bound by that for chains; False if it proves that nothing fits."""
         bound = order_chain_bound(self.graph, self.budget, lambda: not self.over())
@@ -338,6 +371,9 @@ class _FreeOrder:
         if self.options.start is not None:
             self.offer(list(self.options.start.executions))
         base = list(range(self.problem.n))
+        self.offer_base_schedules()
+        if self.closed():
+            return "optimal"
         rough = self.roughly([base])
         orders: list[list[int]] = []
         for k in range(0, len(HEATS), AT_ONCE):
