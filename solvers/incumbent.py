@@ -14,9 +14,10 @@ from optckpt.graph import TrainingGraph
 from optckpt.schedule import Schedule
 from optckpt.simulate import simulate
 from optckpt.solvers import block_dp, chain_bound
+from optckpt.solvers.chain_schedule import chained
 from optckpt.solvers.heuristics import chen_greedy, griewank, speed, sqrt_n
 from optckpt.solvers.local_search import Arrays, anneal, to_arrays
-from optckpt.solvers.preprocess import Problem
+from optckpt.solvers.preprocess import Problem, preprocess
 from optckpt.solvers.registry import SolveOptions
 from optckpt.solvers.sequence import cost, profile
 
@@ -242,3 +243,20 @@ class Incumbent:
         """Offer what was put aside."""
         if self.spare is not None:
             self.offer(self.spare)
+
+
+def known_schedule(graph: TrainingGraph, budget: int, options: SolveOptions) -> Schedule | None:
+    """The cheapest schedule in base order that rules, block program or chain know, without search.
+
+    None if none of theirs fits `budget` bytes (resident included), or none is found in time.
+    """
+    problem, room = preprocess(graph), budget - graph.resident
+    known = Incumbent(graph, problem, room, options, time.monotonic(), lambda: None)
+    known.offer_heuristics()
+    if known.remaining() > 0:
+        known.offer_blocks()
+    if known.remaining() > 0:
+        chain = chained(problem, room, lambda: known.remaining() > 0)
+        if chain is not None and chain.sequence is not None:
+            known.offer(chain.sequence)
+    return known.schedule()

@@ -1,4 +1,4 @@
-"""The order of operations as a decision: reordered graphs, and the search over orders.
+"""The order of operations as a decision: the search over orders.
 
 The base order of a graph is one of many that its dependencies allow, and what must be in memory
 at once depends on it: weight gradients computed early let activations go, gradients that stay
@@ -18,15 +18,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TypeVar
 
-from optckpt.errors import GraphError
 from optckpt.graph import TrainingGraph
 from optckpt.schedule import Certificate, Schedule, Solution, Status
 from optckpt.simulate import simulate
 from optckpt.solvers import block_dp, chain_bound, engine
-from optckpt.solvers.chain_schedule import chained
 from optckpt.solvers.decode import drop_dead
 from optckpt.solvers.floor import any_order_floor, static_floor
-from optckpt.solvers.incumbent import Incumbent
+from optckpt.solvers.incumbent import known_schedule
 from optckpt.solvers.local_search import anneal, to_arrays
 from optckpt.solvers.loss_cut import STEP, start_loss_cut
 from optckpt.solvers.order_chain import order_chain_bound
@@ -42,6 +40,7 @@ from optckpt.solvers.order_search import (
 from optckpt.solvers.order_sequence import Annealed, anneal_sequence
 from optckpt.solvers.preprocess import Problem, preprocess
 from optckpt.solvers.registry import Progress, SolveOptions
+from optckpt.solvers.reordering import reorder, restore
 from optckpt.solvers.sequence import cost, profile
 
 logger = logging.getLogger("optckpt.solvers.order")
@@ -117,32 +116,6 @@ T = TypeVar("T")
 
 InOrder = Callable[[TrainingGraph, int, SolveOptions], tuple[Solution, bool]]
 """Solves a graph in its base order; also says whether the user interrupted it."""
-
-
-def reorder(graph: TrainingGraph, order: Sequence[int]) -> TrainingGraph:
-    """`graph` with its operations in another base order; `order[k]` is the one at place k.
-
-    Buffers keep their numbers. O(operations + edges).
-
-    Raises:
-        GraphError: if `order` is no permutation, or an operation comes before one that it needs.
-    """
-    n = len(graph.operations)
-    if sorted(order) != list(range(n)):
-        raise GraphError(f"the order is no permutation of the graph's {n} operations")
-    place = [0] * n
-    for k, o in enumerate(order):
-        place[o] = k
-    operations = []
-    for o in order:
-        op = graph.operations[o]
-        operations.append(replace(op, after=tuple(sorted(place[a] for a in op.after))))
-    return replace(graph, operations=tuple(operations))
-
-
-def restore(schedule: Schedule, order: Sequence[int]) -> Schedule:
-    """The schedule of the original graph that `schedule`, of the reordered one, stands for."""
-    return Schedule(tuple(order[o] for o in schedule.executions))
 
 
 def free_order(
@@ -329,31 +302,15 @@ class _FreeOrder:
         return True
 
     def offer_base_schedules(self) -> None:
-        """What is quickly known in base order: rules, block program, and the chain's schedule.
-
-        On long chains annealing finds nothing of the kind.
-        """
-        if self.over() or static_floor(self.graph).bytes > self.budget:
-            return
-        problem = preprocess(self.graph)
-        known = Incumbent(
-            self.graph,
-            problem,
-            self.room,
-            replace(self.options, time_limit=max(0.01, SCHEDULES_SHARE * self.remaining())),
-            time.monotonic(),
-            lambda: None,
-        )
-        known.offer_heuristics()
-        if known.remaining() > 0:
-            known.offer_blocks()
-        if known.remaining() > 0:
-            chain = chained(problem, self.room, lambda: known.remaining() > 0)
-            if chain is not None and chain.sequence is not None:
-                known.offer(chain.sequence)
-        schedule = known.schedule()
-        if schedule is not None:
-            self.offer(list(schedule.executions))
+        """Offer what is quickly known in base order; on long chains annealing finds nothing."""
+        if not self.over() and static_floor(self.graph).bytes <= self.budget:
+            known = known_schedule(
+                self.graph,
+                self.budget,
+                replace(self.options, time_limit=max(0.01, SCHEDULES_SHARE * self.remaining())),
+            )
+            if known is not None:
+                self.offer(list(known.executions))
 
     def bound_chain(self) -> bool:
         """Raise the bound by that for chains; False if it proves that nothing fits."""

@@ -11,8 +11,8 @@ from optckpt.graph import TrainingGraph
 from optckpt.schedule import Schedule
 from optckpt.simulate import simulate
 from optckpt.solvers.floor import static_floor
-from optckpt.solvers.heuristics import sqrt_n
-from optckpt.solvers.incumbent import Incumbent
+from optckpt.solvers.heuristics import griewank, sqrt_n
+from optckpt.solvers.incumbent import Incumbent, known_schedule
 from optckpt.solvers.preprocess import preprocess
 from optckpt.solvers.registry import SolveOptions
 
@@ -77,3 +77,16 @@ def test_spare_time_is_put_aside() -> None:
     assert found.cost == before
     found.take_spare()
     assert found.cost <= before
+
+
+def test_what_is_known_without_search() -> None:
+    graph = chain(300)
+    binomial = griewank(graph, None, SolveOptions())
+    assert binomial.schedule is not None
+    budget = simulate(graph, binomial.schedule).peak
+    known = known_schedule(graph, budget, SolveOptions())
+    assert known is not None
+    result = simulate(graph, known)
+    assert result.peak <= budget
+    assert result.overhead <= simulate(graph, binomial.schedule).overhead
+    assert known_schedule(graph, static_floor(graph).bytes - 1, SolveOptions()) is None

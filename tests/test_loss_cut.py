@@ -15,8 +15,8 @@ from optckpt.solvers.ancestry import Ancestry, members
 from optckpt.solvers.brute_force import cheapest
 from optckpt.solvers.floor import any_order_floor, static_floor
 from optckpt.solvers.loss_cut import find_loss, loss_cut_bound
-from optckpt.solvers.order import reorder
 from optckpt.solvers.order_cuts import find_cuts, order_cuts_bound
+from optckpt.solvers.reordering import reorder
 
 
 def diamond() -> TrainingGraph:

@@ -20,8 +20,8 @@ from optckpt.simulate import simulate
 from optckpt.solvers.brute_force import cheapest
 from optckpt.solvers.floor import any_order_floor, static_floor
 from optckpt.solvers.loss_cut import loss_cut_bound
-from optckpt.solvers.order import reorder, restore
 from optckpt.solvers.registry import Progress, SolveOptions, solve
+from optckpt.solvers.reordering import reorder, restore
 
 
 def parents_of(graph: TrainingGraph) -> list[set[int]]:

@@ -18,10 +18,10 @@ from optckpt.solvers.brute_force import cheapest
 from optckpt.solvers.chain_bound import heaviest_path
 from optckpt.solvers.loss_cut import loss_cut_bound
 from optckpt.solvers.optimal import optimal
-from optckpt.solvers.order import reorder
 from optckpt.solvers.order_chain import chain_in_any_order, demands, order_chain_bound
 from optckpt.solvers.preprocess import preprocess
 from optckpt.solvers.registry import SolveOptions
+from optckpt.solvers.reordering import reorder
 
 
 def small(seed: int) -> TrainingGraph:

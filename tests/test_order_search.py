@@ -14,7 +14,6 @@ from optckpt.graph import TrainingGraph
 from optckpt.schedule import Schedule
 from optckpt.simulate import simulate
 from optckpt.solvers.floor import any_order_floor
-from optckpt.solvers.order import reorder
 from optckpt.solvers.order_search import (
     MIX,
     OrderArrays,
@@ -24,6 +23,7 @@ from optckpt.solvers.order_search import (
 )
 from optckpt.solvers.order_sequence import anneal_sequence
 from optckpt.solvers.preprocess import preprocess
+from optckpt.solvers.reordering import reorder
 
 
 def arrays_of(graph: TrainingGraph) -> OrderArrays:

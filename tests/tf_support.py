@@ -16,7 +16,7 @@ from optckpt.backends.tensorflow import RewriteReport, rewrite
 from optckpt.frontends.tensorflow import Capture, capture
 from optckpt.graph import TrainingGraph
 from optckpt.schedule import Schedule
-from optckpt.solvers.order import reorder, restore
+from optckpt.solvers.reordering import reorder, restore
 
 Scheduler = Callable[[TrainingGraph], Schedule]
 
