@@ -93,9 +93,7 @@ class Incumbent:
     def compile(self) -> None:
         """Have the compiled code ready."""
         before = time.monotonic()
-        anneal(self.arrays, self.base, self.budget, iterations=1)
-        block_dp.prepare()
-        chain_bound.prepare()
+        prepare(self.arrays, self.base, self.budget)
         self.compiling = time.monotonic() - before
         if self.compiling > 1:
             logger.info("compiled the local search in %.1f s (once)", self.compiling)
@@ -243,6 +241,13 @@ class Incumbent:
         """Offer what was put aside."""
         if self.spare is not None:
             self.offer(self.spare)
+
+
+def prepare(arrays: Arrays, base: Sequence[int], budget: int) -> None:
+    """Have the compiled code ready that an incumbent comes from; `base` is the plain step."""
+    anneal(arrays, base, budget, iterations=1)
+    block_dp.prepare()
+    chain_bound.prepare()
 
 
 def known_schedule(graph: TrainingGraph, budget: int, options: SolveOptions) -> Schedule | None:

@@ -21,10 +21,10 @@ from typing import TypeVar
 from optckpt.graph import TrainingGraph
 from optckpt.schedule import Certificate, Schedule, Solution, Status
 from optckpt.simulate import simulate
-from optckpt.solvers import block_dp, chain_bound, engine
+from optckpt.solvers import engine
 from optckpt.solvers.decode import drop_dead
 from optckpt.solvers.floor import any_order_floor, static_floor
-from optckpt.solvers.incumbent import known_schedule
+from optckpt.solvers.incumbent import known_schedule, prepare
 from optckpt.solvers.local_search import anneal, to_arrays
 from optckpt.solvers.loss_cut import STEP, start_loss_cut
 from optckpt.solvers.order_chain import order_chain_bound
@@ -228,9 +228,7 @@ class _FreeOrder:
         base = list(range(self.problem.n))
         anneal_order(self.arrays, base, self.room, weights=MIX, moves=1)
         self.anneal((base, 1, WARM))
-        anneal(to_arrays(self.problem), base, self.room, iterations=1)
-        block_dp.prepare()
-        chain_bound.prepare()
+        prepare(to_arrays(self.problem), base, self.room)
         self.compiling = time.monotonic() - before
         if self.compiling > 1:
             logger.info("compiled the search over orders in %.1f s (once)", self.compiling)
