@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -35,6 +38,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no GPU"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _leave_no_graphs() -> Iterator[None]:
+    """Free what the tests of a module have left in reference cycles: variables, constants."""
+    yield
+    if "tensorflow" in sys.modules:
+        gc.collect()
 
 
 @pytest.fixture
