@@ -21,11 +21,11 @@ import tensorflow as tf
 
 from optckpt import costs, models
 from optckpt.backends.tensorflow import rewrite
-from optckpt.call import capture_gradients
 from optckpt.config import Config, load_config
 from optckpt.planner import make_plan
 from optckpt.schedule import Schedule
 from optckpt.solvers.registry import SolveOptions
+from optckpt.step import capture_gradients
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 MODELS = ("resnet_cifar10", "unet", "gpt", "vgg16", "mobilenetv2", "DenseNet121")

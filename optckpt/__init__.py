@@ -21,9 +21,10 @@ if TYPE_CHECKING:
         gradients_collection,
         gradients_memory,
         gradients_speed,
-        last_plan,
         patch,
     )
+    from optckpt.pipeline import last_plan
+    from optckpt.step import whole_step
 
 __version__ = "0.1.0"
 
@@ -48,16 +49,19 @@ __all__ = [
     "make_plan",
     "patch",
     "simulate",
+    "whole_step",
 ]
 
-_NEED_TENSORFLOW = (
-    "gradients",
-    "gradients_collection",
-    "gradients_memory",
-    "gradients_speed",
-    "last_plan",
-    "patch",
-)
+_NEED_TENSORFLOW = {
+    "gradients": "call",
+    "gradients_collection": "call",
+    "gradients_memory": "call",
+    "gradients_speed": "call",
+    "last_plan": "pipeline",
+    "patch": "call",
+    "whole_step": "step",
+}
+"""Name -> the module that has it."""
 
 
 def __getattr__(name: str) -> Any:
@@ -65,7 +69,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'optckpt' has no attribute {name!r}")
     import importlib
 
-    value = getattr(importlib.import_module("optckpt.call"), name)
+    value = getattr(importlib.import_module(f"optckpt.{_NEED_TENSORFLOW[name]}"), name)
     globals()[name] = value
     return value
 

@@ -70,7 +70,8 @@ class _Session:
         One to plan under `path`, and the step before any rewriting under `plain_path`.
         """
         from optckpt import device
-        from optckpt.call import allocator_of, capture_gradients, measure
+        from optckpt.pipeline import allocator_of, measure
+        from optckpt.step import capture_gradients
 
         seen: list[Any] = []
 

@@ -1,0 +1,161 @@
+"""From a captured step to a rewritten graph: measure, solve, rewrite."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+from typing import Any
+
+import tensorflow as tf
+
+from optckpt import costs, device
+from optckpt.allocator import Allocator
+from optckpt.backends.tensorflow import rewrite
+from optckpt.budget import Budget, format_bytes
+from optckpt.config import Config
+from optckpt.errors import OptckptError
+from optckpt.frontends.tensorflow import Capture
+from optckpt.graph import TrainingGraph
+from optckpt.planner import check_fits, make_plan
+from optckpt.request import Checkpoints, Request
+from optckpt.schedule import Plan
+from optckpt.solvers.registry import SolveOptions
+
+logger = logging.getLogger(__name__)
+
+_last_plan: Plan | None = None
+
+
+def last_plan() -> Plan:
+    """The latest plan that `gradients` applied in this process.
+
+    Raises:
+        OptckptError: if there has been none.
+    """
+    if _last_plan is None:
+        raise OptckptError("there is no plan yet: no budget has been applied")
+    return _last_plan
+
+
+def _remember(plan: Plan) -> None:
+    global _last_plan
+    _last_plan = plan
+
+
+def measure(
+    found: Capture, settings: Config, progress: bool | costs.ProgressCallback = True
+) -> TrainingGraph:
+    """The captured graph with its costs, and with all that the device holds now as resident."""
+    options: dict[str, Any] = {"repeats": settings.costs.repeats, "progress": progress}
+    if settings.costs.cache is not True:
+        options["cache"] = settings.costs.cache or None
+    graph = costs.cost(found, settings.costs.model, **options)
+    in_use = device.bytes_in_use(found.device) + sum(found.folded)
+    return replace(graph, resident=max(graph.resident, in_use))
+
+
+def allocator_of(found: Capture) -> Allocator | None:
+    """A model of the allocator that will serve the captured step, if it has one to report."""
+    return device.allocator(found.device, found.count_from, found.resident_blocks)
+
+
+def _allocator_now(found: Capture) -> Allocator | None:
+    """As `allocator_of`, for a step in this process: with the chunks that are free now."""
+    allocator = allocator_of(found)
+    if allocator is None or allocator.region:
+        return allocator
+    free = device.free_chunks(found.device, allocator.smallest)
+    return replace(allocator, free=free, coming=found.folded)
+
+
+def apply(found: Capture, request: Request) -> Plan:
+    """Plan the captured step as requested and rewrite its graph.
+
+    Raises:
+        InfeasibleBudgetError, OverBudgetError, BudgetError, PlanError: see `optckpt.gradients`.
+    """
+    begin = time.perf_counter()
+    settings, plan, budget = request.settings, request.plan, request.budget
+    if budget is None and request.max_overhead is None and request.strategy == "optimal":
+        budget = Budget(bytes=device.memory_limit(found.device))
+    if plan is None:
+        graph = measure(found, settings)
+        measured = time.perf_counter()
+        plan = check_fits(
+            make_plan(
+                graph,
+                budget,
+                request.strategy,
+                _solve_options(settings, found, request.checkpoints),
+                margin=settings.memory.margin,
+                allocator=_allocator_now(found),
+                plain_graph=found.plain(graph),
+                max_overhead=request.max_overhead,
+                reorder=settings.solver.order == "auto",
+                repeat=settings.solver.repeat,
+            )
+        )
+    else:
+        measured = begin
+        plan.check_graph(found.graph)
+    solved = time.perf_counter()
+    report = rewrite(found, plan.schedule)
+    logger.info(
+        "%s: budget %s, floor %s, plain peak %s, predicted peak %s, overhead %.2f %%, gap %s, "
+        "%d clones; measure %.2f s, solve %.2f s, rewrite %.2f s",
+        plan.strategy,
+        "none" if plan.budget is None else format_bytes(plan.budget),
+        format_bytes(plan.floor),
+        format_bytes(plan.plain_peak),
+        format_bytes(plan.predicted_peak),
+        100 * plan.overhead,
+        "unknown" if plan.certificate.gap is None else f"{100 * plan.certificate.gap:.2f} %",
+        len(report.clones),
+        measured - begin,
+        solved - measured,
+        time.perf_counter() - solved,
+    )
+    _remember(plan)
+    if request.on_plan is not None:
+        request.on_plan(plan)
+    return plan
+
+
+def _solve_options(
+    settings: Config, found: Capture, checkpoints: Checkpoints | None
+) -> SolveOptions:
+    kept = None
+    if checkpoints is not None and checkpoints not in ("memory", "speed"):
+        if isinstance(checkpoints, str):
+            tensors = found.tf_graph.get_collection("checkpoints")
+            if not tensors:
+                raise OptckptError(
+                    'checkpoints="collection", but the graph collection "checkpoints" is empty: '
+                    'add tensors with tf.compat.v1.add_to_collection("checkpoints", tensor)'
+                )
+        else:
+            tensors = [_tensor(found, t) for t in checkpoints]
+        kept = found.buffers_of(tensors)
+    return replace(settings.solve_options(), checkpoints=kept)
+
+
+def _tensor(found: Capture, checkpoint: Any) -> tf.Tensor:
+    """The tensor (or the one of this name) to keep; must belong to the captured step."""
+    name = checkpoint if isinstance(checkpoint, str) else getattr(checkpoint, "name", checkpoint)
+    if isinstance(checkpoint, str):
+        try:
+            full = checkpoint if ":" in checkpoint else f"{checkpoint}:0"
+            checkpoint = found.tf_graph.get_tensor_by_name(full)
+        except (KeyError, ValueError):
+            raise OptckptError(
+                f"checkpoint {name!r}: the graph has no tensor of that name"
+            ) from None
+    if getattr(checkpoint, "graph", None) is not found.tf_graph or (
+        checkpoint.op not in set(found.members)
+    ):
+        raise OptckptError(
+            f"checkpoint {name!r} is no part of what the gradients are computed from: give "
+            "tensors of the forward pass"
+        )
+    return checkpoint

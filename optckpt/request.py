@@ -1,0 +1,104 @@
+"""What a caller asks of a plan: arguments and configuration, checked before anything is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import tensorflow as tf
+
+from optckpt.budget import Budget
+from optckpt.config import Config, find_config
+from optckpt.errors import OptckptError, PlanError
+from optckpt.planner import check_price
+from optckpt.schedule import Plan
+from optckpt.solvers import registry
+from optckpt.solvers.registry import Strategy
+
+Checkpoints = Literal["memory", "speed", "collection"] | Sequence[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """What a plan is to be made for."""
+
+    settings: Config
+    budget: Budget | None
+    max_overhead: float | None
+    strategy: str | Strategy
+    checkpoints: Checkpoints | None
+    plan: Plan | None
+    """To be applied instead of making one."""
+    on_plan: Callable[[Plan], None] | None
+
+    @classmethod
+    def of(
+        cls,
+        budget: Budget | int | float | str | None = None,
+        *,
+        max_overhead: float | None = None,
+        strategy: str | Strategy | None = None,
+        checkpoints: Checkpoints | None = None,
+        config: Config | str | Path | None = None,
+        plan: Plan | str | Path | None = None,
+        on_plan: Callable[[Plan], None] | None = None,
+    ) -> Request:
+        """The request of these arguments, which mean what they mean for `optckpt.gradients`.
+
+        Raises:
+            OptckptError: if one of them is not what it should be; of its subclasses ConfigError,
+                BudgetError and PlanError where they apply.
+        """
+        settings = find_config(config)
+        if checkpoints is None and strategy is None:
+            checkpoints = settings.checkpoints
+        chosen = _checkpoint_strategy(checkpoints) or _known(strategy or settings.strategy)
+        check_price(budget, max_overhead)
+        if budget is None and max_overhead is None:
+            budget = settings.budget
+        if isinstance(plan, str | Path):
+            plan = Plan.load(plan)
+        elif plan is not None and not isinstance(plan, Plan):
+            raise PlanError(f"plan= takes a Plan or the path of one, got {type(plan).__name__}")
+        return cls(
+            settings=settings,
+            budget=None if budget is None else Budget.parse(budget),
+            max_overhead=max_overhead,
+            strategy=chosen,
+            checkpoints=checkpoints,
+            plan=plan,
+            on_plan=on_plan,
+        )
+
+
+def _checkpoint_strategy(checkpoints: Checkpoints | None) -> str | None:
+    if checkpoints is None:
+        return None
+    if isinstance(checkpoints, str):
+        known = {"memory": "sqrt_n", "speed": "speed", "collection": "explicit"}
+        if checkpoints not in known:
+            raise OptckptError(
+                f"unknown checkpoints={checkpoints!r}: give 'memory', 'speed', 'collection' or a "
+                "list of tensors"
+            )
+        return known[checkpoints]
+    if isinstance(checkpoints, tf.Tensor | tf.Variable) or not isinstance(checkpoints, Iterable):
+        raise OptckptError(
+            "checkpoints= takes 'memory', 'speed', 'collection' or a list of tensors, got "
+            f"{type(checkpoints).__name__}"
+        )
+    return "explicit"
+
+
+def _known(strategy: str | Strategy) -> str | Strategy:
+    """The strategy, if there is one of this name or it can be called."""
+    if isinstance(strategy, str):
+        registry.get(strategy)
+    elif not callable(strategy):
+        raise OptckptError(
+            f"strategy= takes a name ({', '.join(registry.names())}) or a function, got "
+            f"{type(strategy).__name__}"
+        )
+    return strategy

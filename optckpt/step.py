@@ -1,0 +1,200 @@
+"""Steps: the gradients that are taken in a graph, planned one by one or all together."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.eager import backprop
+from tensorflow.python.ops import gradients_util
+
+from optckpt.budget import Budget
+from optckpt.config import Config
+from optckpt.errors import CaptureError
+from optckpt.frontends.tensorflow import Capture, capture
+from optckpt.pipeline import apply
+from optckpt.request import Checkpoints, Request
+from optckpt.schedule import Plan
+from optckpt.solvers.registry import Strategy
+from optckpt.xla import refuse_xla
+
+
+def plan_gradients(ys: Any, gradients: Any, request: Request) -> None:
+    """Let the graph compute `gradients`, which are there already, as `request` says.
+
+    Inside of `whole_step`, which notices all gradients and whose request holds instead, nothing is
+    done here. `ys`: what was
+    differentiated. `gradients`: a nested structure of tensors, IndexedSlices and Nones. Raises as
+    `optckpt.gradients`.
+    """
+    tensors = _tensors(gradients)
+    if not tensors:
+        return
+    scope = _scope_of(tensors[0].graph)
+    if scope is None:
+        apply(capture_gradients(ys, gradients, request.settings), request)
+
+
+def capture_gradients(ys: Any, gradients: Any, settings: Config) -> Capture:
+    """Capture the step that computes `gradients`, what tf.gradients returned for `ys`."""
+    targets = _tensors(gradients)
+    found: Capture = capture(
+        targets[0].graph,
+        _losses(ys),
+        targets,
+        count_from=settings.memory.count_from,
+        chain_from=settings.memory.chain_from,
+    )
+    return found
+
+
+@dataclass(eq=False)
+class WholeStep:
+    """What is planned together: see `whole_step`."""
+
+    request: Request
+    graph: tf.Graph
+    thread: int | None
+    """The thread whose operations these are; None: those of all replicas."""
+    ys: list[tf.Tensor] = field(default_factory=list)
+    gradients: list[tf.Tensor] = field(default_factory=list)
+    kept: list[tf.Tensor] = field(default_factory=list)
+
+    def add(self, ys: Any, gradients: Any) -> None:
+        """Note that `gradients` of `ys` are part of the step."""
+        self.ys += _losses(ys)
+        self.gradients += _tensors(gradients)
+
+    def keep(self, tensors: Any) -> None:
+        """Note that `tensors` (a nested structure) will be used after the step: returned, say."""
+        self.kept += _tensors(tensors)
+
+
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+@contextmanager
+def whole_step(
+    budget: Budget | int | float | str | None = None,
+    *,
+    max_overhead: float | None = None,
+    strategy: str | Strategy | None = None,
+    checkpoints: Checkpoints | None = None,
+    config: Config | str | Path | None = None,
+    plan: Plan | str | Path | None = None,
+    on_plan: Callable[[Plan], None] | None = None,
+) -> Iterator[WholeStep]:
+    """Plan all that is done within the context as one step, when the context ends.
+
+    For use while a tf.function is traced. All gradients that are taken in the context count, by
+    `tf.GradientTape`, `tf.gradients` or optckpt's own; so does what the optimizer does with them,
+    which with plain `optckpt.gradients` comes on top of the budget. Arguments as those of
+    `optckpt.gradients`, and they hold instead of those of calls within.
+
+    Tensors that are used after the context has ended, returned for instance, are to be named by
+    `WholeStep.keep`, unless nothing in the context reads them.
+
+    Raises:
+        as `optckpt.gradients`, at the beginning or at the end of the context.
+    """
+    if tf.executing_eagerly():
+        raise CaptureError(
+            "optckpt.whole_step plans a graph and there is none in eager mode: use it inside a "
+            "function decorated with @tf.function"
+        )
+    refuse_xla()
+    request = Request.of(
+        budget,
+        max_overhead=max_overhead,
+        strategy=strategy,
+        checkpoints=checkpoints,
+        config=config,
+        plan=plan,
+        on_plan=on_plan,
+    )
+    replica = tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
+    thread = threading.get_ident() if replica else None
+    step = WholeStep(request, tf.compat.v1.get_default_graph(), thread)
+    with _noticing(step):
+        yield step
+    if step.gradients:
+        _finish(step)
+
+
+def _finish(step: WholeStep) -> None:
+    found = capture(
+        step.graph,
+        step.ys,
+        step.gradients,
+        keep=step.kept,
+        count_from=step.request.settings.memory.count_from,
+        chain_from=step.request.settings.memory.chain_from,
+    )
+    apply(found, step.request)
+
+
+# --- Which gradients are taken in a step -------------------------------------------------------
+
+_open: list[WholeStep] = []
+_lock = threading.RLock()
+_tape_gradient = backprop.GradientTape.gradient
+_graph_gradients = gradients_util._GradientsHelper
+
+
+def _scope_of(graph: tf.Graph) -> WholeStep | None:
+    """The innermost open step to which operations belong that this thread adds to `graph`."""
+    here = threading.get_ident()
+    for step in reversed(_open):
+        if step.graph is graph and step.thread in (None, here):
+            return step
+    return None
+
+
+@contextmanager
+def _noticing(step: WholeStep) -> Iterator[None]:
+    """Within the context, gradients that anybody takes in the graph of `step` are added to it."""
+    with _lock:
+        _open.append(step)
+        backprop.GradientTape.gradient = _noticed_tape_gradient
+        gradients_util._GradientsHelper = _noticed_graph_gradients
+    try:
+        yield
+    finally:
+        with _lock:
+            _open.remove(step)
+            if not _open:
+                backprop.GradientTape.gradient = _tape_gradient
+                gradients_util._GradientsHelper = _graph_gradients
+
+
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+def _noticed_tape_gradient(tape: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+    result = _tape_gradient(tape, target, *args, **kwargs)
+    _notice(target, result)
+    return result
+
+
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+def _noticed_graph_gradients(ys: Any, *args: Any, **kwargs: Any) -> Any:
+    result = _graph_gradients(ys, *args, **kwargs)
+    _notice(ys, result)
+    return result
+
+
+def _notice(ys: Any, result: Any) -> None:
+    tensors = [t for t in _tensors(result) if hasattr(t, "graph")]
+    scope = _scope_of(tensors[0].graph) if tensors else None
+    if scope is not None:
+        scope.add(ys, tensors)
+
+
+def _losses(ys: Any) -> list[tf.Tensor]:
+    return [tf.convert_to_tensor(y) for y in tf.nest.flatten(ys)]
+
+
+def _tensors(result: Any) -> list[tf.Tensor]:
+    """The component tensors of gradients, without the Nones."""
+    return [t for t in tf.nest.flatten(result, expand_composites=True) if t is not None]
