@@ -19,15 +19,16 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
 from optckpt.errors import CaptureError
 from optckpt.frontends.tf_build import CPU_COUNT_FROM, Build
-from optckpt.frontends.tf_capture import Capture
+from optckpt.frontends.tf_capture import Capture, Past
 from optckpt.frontends.tf_devices import Devices
-from optckpt.frontends.tf_nodes import Nodes, ancestors
+from optckpt.frontends.tf_nodes import Node, Nodes, ancestors
 from optckpt.frontends.tf_order import execution_order, outside_consumers
 from optckpt.frontends.tf_shapes import Sizes
 from optckpt.frontends.tf_sums import with_orders
@@ -36,14 +37,15 @@ __all__ = [
     "CPU_COUNT_FROM",
     "HISTORY",
     "Capture",
+    "Past",
     "capture",
     "capture_concrete",
     "no_garbage_collection",
 ]
 
 HISTORY = "_optckpt_history"
-"""Attribute of a rewritten tf.Graph: a list of (chained operations, output tensors, device), one
-entry per rewrite. A second capture for the same device plans on top of the first."""
+"""Attribute of a rewritten tf.Graph: a list of `Past`, one per rewrite. A second capture for the
+same device plans on top of the first, or begins where that has ended if it was of a whole step."""
 
 
 @contextmanager
@@ -70,6 +72,8 @@ def capture(
     gradients: Sequence[tf.Tensor],
     *,
     keep: Sequence[tf.Tensor] = (),
+    ends: Iterable[tf.Operation] | None = None,
+    early_updates: bool = True,
     count_from: int | None = None,
     chain_from: int | None = None,
     live: Iterable[tf.Operation] | None = None,
@@ -81,6 +85,12 @@ def capture(
         ys: the losses; what they depend on is the forward pass and may be executed again.
         gradients: the gradient tensors (no None; of IndexedSlices the parts).
         keep: other tensors that must still be in memory when the step ends.
+        ends: operations that run for their effects (updates of variables, of metrics). If given,
+            the whole step is captured, with them and all that they need; of the gradients only
+            those that nothing in it reads are in memory when it ends.
+        early_updates: whether what comes after the gradients is done as soon as it can be: a
+            variable is updated when its gradient is there and nothing needs the old value any
+            more. Otherwise as the program has it, after all gradients.
         count_from: allocator blocks below this many bytes count as nothing. Default: what the
             device does (256 KiB on CPU, nothing is left out on GPU), or 0 where less than half
             of the plain peak would be counted otherwise.
@@ -97,21 +107,31 @@ def capture(
     _check(tf_graph, ys, gradients, keep)
     # Replicas of a distribution strategy share a graph, but no memory.
     device = Devices().of(ys[0].op)
-    history = [past for past in getattr(tf_graph, HISTORY, ()) if past[2] == device]
-    earlier = [op for past in history for op in past[0]]
-    kept = [t for past in history for t in past[1]]
-    outputs = tuple({id(t): t for t in (*ys, *gradients, *keep, *kept)}.values())
+    history = [past for past in getattr(tf_graph, HISTORY, ()) if past.device == device]
+    done = [past.chain[-1] for past in history if past.whole and past.chain]
+    history = [past for past in history if not past.whole]
+    earlier = [op for past in history for op in past.chain]
+    kept = [t for past in history for t in past.outputs]
     nodes = Nodes()
     forward = nodes.ancestors([t.op for t in ys])
-    ends = [t.op for t in (*gradients, *keep)] + earlier
-    needed = nodes.ancestors(ends, forward)
+    needed = nodes.ancestors([t.op for t in (*gradients, *keep)] + earlier, forward)
+    after: set[Node] = set()
+    held = gradients
+    if ends is not None:
+        after = nodes.ancestors(ends, needed) - needed
+        needed |= after
+        held = [g for g in gradients if not any(nodes[c] in after for c in g.consumers())]
+    outputs = tuple({id(t): t for t in (*ys, *held, *keep, *kept)}.values())
     sizes = Sizes(needed, chain_from, outputs)
     outside = outside_consumers(nodes, needed, forward, sizes, None if live is None else set(live))
-    order = execution_order(needed | outside, forward, outside, sizes)
+    order = execution_order(
+        needed | outside, forward, outside, sizes, after, early_updates=early_updates
+    )
     anchor = gradients[0].op._get_control_flow_context() if gradients else None
-    built = Build(order, forward, outside, sizes, anchor).finish(
+    built = Build(order, forward, outside, sizes, anchor, after).finish(
         tf_graph, outputs, count_from, name
     )
+    built = replace(built, whole=ends is not None, follows=done[-1] if done else None)
     return with_orders(built, ys, gradients, nodes)
 
 

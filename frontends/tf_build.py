@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -72,13 +72,17 @@ class Build:
         outside: set[Node],
         sizes: Sizes,
         context: Any,
+        after: Collection[Node] = (),
     ) -> None:
-        """`context`: the control flow context that the step is in; others are not rewritten."""
+        """`context`: the control flow context that the step is in; others are not rewritten.
+        `after`: the operations that come after the gradients.
+        """
         self._order = order
         self._forward = forward
         self._outside = outside
         self._sizes = sizes
         self._context = context
+        self._after = after
         self._devices = Devices()
         self._residents = Residents(sizes)
         self._versions = Versions(order)
@@ -90,6 +94,9 @@ class Build:
         self._buffers: list[_Buffer] = []
         self._units: list[_Unit] = []
         self._pinned: set[int] = set()
+        self._unit_of: dict[tf.Operation, int] = {}
+        self._overwrites: dict[tf.Operation, set[int]] = {}
+        """Operation -> units that overwrite a variable which it reads."""
         # For each node the units that a successor has to wait for.
         self._waits: dict[Node, frozenset[int]] = {}
         for group in order:
@@ -124,12 +131,9 @@ class Build:
         for family in self._versions.overwritten(group, self._sizes.large):
             if any(self._versions.is_read_after(t, group) for t in family):
                 found.append(family)
-            else:
-                # Executed again they would hold it, too, beyond what is counted.
-                readers = {c for t in family for c in t.consumers()}
-                self._pinned.update(
-                    u for node, us in self._waits.items() if node.op in readers for u in us
-                )
+            # Executed again later they would hold the old value, beyond what is counted.
+            for reader in {c for t in family for c in t.consumers()}:
+                self._overwrites.setdefault(reader, set()).add(len(self._units))
         return found
 
     def _before(self, group: tuple[Node, ...]) -> frozenset[int]:
@@ -265,7 +269,7 @@ class Build:
                 after=tuple(sorted(before - makers)),
                 forward=forward,
                 repeatable=movable and all(self._may_be_repeated(node) for node in group),
-                chained=movable and all(tf_ops.can_wait(node.op) for node in group),
+                chained=movable and all(map(self._can_wait, group)),
                 movable=movable,
                 internal=internal,
                 device=devices[0],
@@ -274,6 +278,11 @@ class Build:
         alone = frozenset((u,))
         for node in group:
             self._waits[node] = alone
+            self._unit_of[node.op] = u
+
+    def _can_wait(self, node: Node) -> bool:
+        # What comes after the gradients initialises nothing.
+        return tf_ops.can_wait(node.op) or (node in self._after and tf_ops.is_update(node.op))
 
     def _may_be_repeated(self, node: Node) -> bool:
         # A reference variable may have been changed in place by the time.
@@ -314,6 +323,14 @@ class Build:
         resident = self._residents.blocks(running)
         folded = self._residents.folded(running)
         elsewhere = [unit.device != device for unit in self._units]
+        overwritten: list[set[int]] = [set() for _ in self._units]
+        for op, units in self._overwrites.items():
+            if op in self._unit_of:
+                overwritten[self._unit_of[op]] |= units - {self._unit_of[op]}
+
+        def repeatable(u: int) -> bool:
+            return self._units[u].repeatable and not elsewhere[u] and u not in self._pinned
+
         operations = [
             Operation(
                 name=unit.group[0].op.name,
@@ -323,10 +340,11 @@ class Build:
                 writes=unit.writes,
                 inplace=unit.inplace,
                 forward=unit.forward,
-                repeatable=unit.repeatable and not away and u not in self._pinned,
+                repeatable=repeatable(u),
                 after=unit.after,
+                repeat_before=tuple(sorted(overwritten[u])) if repeatable(u) else (),
             )
-            for u, (unit, away) in enumerate(zip(self._units, elsewhere, strict=True))
+            for u, unit in enumerate(self._units)
         ]
         names = [(b.tensor.name, b.tensor.dtype.name) for b in self._buffers]
 

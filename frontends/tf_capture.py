@@ -17,6 +17,17 @@ ViewChain = tuple[tuple[tf.Operation, int, int], ...]
 
 
 @dataclass(frozen=True, eq=False)
+class Past:
+    """What a rewrite has left in a graph."""
+
+    chain: tuple[tf.Operation, ...]
+    """The operations that it has put in order."""
+    outputs: tuple[tf.Tensor, ...]
+    device: str
+    whole: bool
+
+
+@dataclass(frozen=True, eq=False)
 class Capture:
     """A captured step: the framework-free graph, and what each of its parts is in TensorFlow."""
 
@@ -61,6 +72,11 @@ class Capture:
     """Operations on tensors smaller than this many bytes are left to themselves."""
     sums: Orders = field(default_factory=dict)
     """Of the sums of more than two tensors among `members`."""
+    whole: bool = False
+    """Whether this is a step with all its effects, after which nothing of it is in use but its
+    outputs."""
+    follows: tf.Operation | None = None
+    """The last operation of a whole step before this one in the same graph."""
 
     def plain(self, graph: TrainingGraph) -> TrainingGraph:
         """`graph` (this one, or with costs) as TensorFlow runs it where nothing is rewritten."""

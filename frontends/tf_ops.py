@@ -195,6 +195,11 @@ def can_wait(op: tf.Operation) -> bool:
     return not any(is_opaque(t.dtype) for t in (*op.inputs, *op.outputs))
 
 
+def is_update(op: tf.Operation) -> bool:
+    """Whether the operation changes what a resource (a variable) holds."""
+    return op._is_stateful and any(t.dtype == tf.resource for t in op.inputs)
+
+
 def is_pure(op: tf.Operation) -> bool:
     """Whether executing the operation twice on the same inputs is the same as executing it once.
 

@@ -11,6 +11,7 @@ from optckpt.errors import CaptureError
 from optckpt.frontends import tf_ops
 from optckpt.frontends.tf_nodes import Node, Nodes, by_creation
 from optckpt.frontends.tf_shapes import Sizes
+from optckpt.frontends.tf_versions import VARIABLE_READS
 
 # Operation at the back edge of a TensorFlow 1 loop.
 _NEXT_ITERATION = tf_ops.words("NextIteration RefNextIteration")
@@ -58,13 +59,18 @@ def execution_order(
     forward: set[Node],
     outside: set[Node],
     sizes: Sizes,
+    after: Collection[Node] = (),
+    *,
+    early_updates: bool = True,
 ) -> list[tuple[Node, ...]]:
     """A topological order over data and control edges, ties by creation, in groups.
 
     A group is a unit of operations that must stay together, or a single operation. Operations
-    in `outside` come as soon as they can. Of the backward operations that read one large tensor,
-    those whose results are final come first (a layer's weights before its input): the layer's
-    activations may then die before the gradient that flows on is allocated.
+    in `outside` come as soon as they can, and with `early_updates` so do those in `after`, which
+    no gradient needs; these overwrite a variable only when all that reads its old value is done.
+    Of the backward operations that read one large tensor, those whose results are final come
+    first (a layer's weights before its input): the layer's activations may then die before the
+    gradient that flows on is allocated.
     O((operations + edges) log operations).
     """
     nodes = sorted(among, key=by_creation)
@@ -74,14 +80,15 @@ def execution_order(
         + [index[p] for p in node.control_inputs]
         for node in nodes
     ]
-    for i, earlier in _effects(nodes):
+    readers = _Readers(nodes)
+    for i, earlier in (*_effects(nodes), *_old_readers(nodes, readers, after)):
         before[i].append(index[earlier])
         nodes[i].effects.append(earlier)
-    readers = _Readers(nodes)
     units = _units(nodes, readers)
-    rank = _ranks(nodes, forward, sizes, readers)
+    rank = _ranks(nodes, forward, sizes, readers, after)
+    early = outside.union(after) if early_updates else outside
     # Where each operation stands among those that are ready.
-    first = sorted(range(len(nodes)), key=lambda i: (nodes[i] not in outside, rank[i]))
+    first = sorted(range(len(nodes)), key=lambda i: (nodes[i] not in early, rank[i]))
     place = [0] * len(nodes)
     for n, i in enumerate(first):
         place[i] = n
@@ -144,18 +151,25 @@ class _Readers:
 
 
 def _ranks(
-    nodes: Sequence[Node], forward: set[Node], sizes: Sizes, readers: _Readers
+    nodes: Sequence[Node],
+    forward: set[Node],
+    sizes: Sizes,
+    readers: _Readers,
+    after: Collection[Node],
 ) -> list[float]:
     """The place of each operation among those that are ready: its number, or just before that
-    of the first backward reader of what it reads, if its own results are final."""
+    of the first backward reader of what it reads, if its own results are final: read by nothing
+    but what comes `after` the gradients."""
     rank: list[float] = list(range(len(nodes)))
     final: set[int] = set()
     for i in range(len(nodes) - 1, -1, -1):
         node = nodes[i]
         if node in forward or node.kind in tf_ops.RESIDENT or readers.waiting_for(node):
             continue
-        users = (c for t in node.outputs for c in readers.of(t))
-        if not all(c in final and tf_ops.views(nodes[c].op) for c in users):
+        if node in after:
+            continue
+        users = {c for t in node.outputs for c in readers.of(t)}
+        if not all(nodes[c] in after or (c in final and tf_ops.views(nodes[c].op)) for c in users):
             continue
         final.add(i)
         siblings = (
@@ -163,7 +177,7 @@ def _ranks(
             for t, p in zip(node.inputs, node.makers, strict=True)
             if p not in forward and sizes.large(t)
             for c in readers.of(t)
-            if nodes[c] not in forward
+            if nodes[c] not in forward and nodes[c] not in after
         )
         rank[i] = min(siblings, default=i) - 0.5
     return rank
@@ -209,7 +223,7 @@ def _effects(nodes: Sequence[Node]) -> Iterable[tuple[int, Node]]:
                     yield i, last
                 last = node
             continue
-        reads = node.kind in ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
+        reads = node.kind in VARIABLE_READS
         for h in handles:
             if h in writer:
                 yield i, writer[h]
@@ -220,6 +234,37 @@ def _effects(nodes: Sequence[Node]) -> Iterable[tuple[int, Node]]:
                     if r is not node:
                         yield i, r
                 writer[h] = node
+
+
+def _old_readers(
+    nodes: Sequence[Node], readers: _Readers, after: Collection[Node]
+) -> Iterable[tuple[int, Node]]:
+    """Who reads the value that an operation in `after` overwrites: (its index, the reader).
+
+    Reading a variable copies nothing; overwritten too early, its old value would be in memory
+    beside the new one. Readers that were made later have good reason to come later.
+    """
+    reads: dict[int, list[Node]] = {}
+    for node in nodes if after else ():
+        if node.kind == "ReadVariableOp":
+            reads.setdefault(id(node.inputs[0]), []).append(node)
+    for i, node in enumerate(nodes):
+        if node not in after or node.kind in VARIABLE_READS or not tf_ops.is_update(node.op):
+            continue
+        stack = [t for h in node.inputs for r in reads.get(id(h), ()) for t in r.outputs]
+        while stack:
+            t = stack.pop()
+            for c in readers.of(t):
+                reader = nodes[c]
+                if c >= i or reader.kind in tf_ops.METADATA:
+                    continue
+                yield i, reader
+                if tf_ops.may_view(reader.kind):
+                    stack += [
+                        reader.outputs[o]
+                        for k, o in tf_ops.views(reader.op)
+                        if reader.inputs[k] is t
+                    ]
 
 
 def _units(nodes: Sequence[Node], readers: _Readers) -> list[tuple[int, ...]]:

@@ -13,9 +13,10 @@ import tensorflow as tf
 from optckpt.frontends import tf_ops
 from optckpt.frontends.tf_nodes import Node
 
-_READS = tf_ops.words("""
+VARIABLE_READS = tf_ops.words("""
     ReadVariableOp _ReadVariablesOp ResourceGather ResourceGatherNd VariableShape VarIsInitializedOp
     """)
+"""Operations that take a variable's handle and leave the variable as it is."""
 
 
 class Versions:
@@ -27,7 +28,9 @@ class Versions:
             id(handle)
             for group in order
             for node in group
-            if node.kind not in _READS and not tf_ops.is_call(node.op) and node.op._is_stateful
+            if node.kind not in VARIABLE_READS
+            and not tf_ops.is_call(node.op)
+            and node.op._is_stateful
             for handle in _handles(node)
         }
         self._read: dict[int, list[tf.Tensor]] = {}
@@ -59,7 +62,7 @@ class Versions:
         """
         found = []
         for node in group if self._assigned else ():
-            if node.kind in _READS or tf_ops.is_call(node.op):
+            if node.kind in VARIABLE_READS or tf_ops.is_call(node.op):
                 continue
             for handle in _handles(node):
                 values = self._read.pop(id(handle), [])

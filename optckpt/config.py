@@ -227,6 +227,15 @@ class MemoryConfig(Section):
             "null: 64KiB, or less where all buffers are small."
         ),
     )
+    updates: Literal["early", "last"] = Field(
+        default="early",
+        description=(
+            "When variables are updated in a step that is planned with its updates. early: each as "
+            "soon as its gradient is there, so that the gradients need not all be in memory at "
+            "the end (unless something reads them all, such as a global norm); last: after all "
+            "gradients. The results are the same."
+        ),
+    )
 
 
 class CompareConfig(Section):

@@ -72,6 +72,9 @@ class Operation:
     """Whether the operation may be executed more than once without changing any result."""
     after: tuple[int, ...] = ()
     """Operations that must have been executed before (control dependencies)."""
+    repeat_before: tuple[int, ...] = ()
+    """Operations that must not have been executed yet when this one is executed again: they
+    overwrite what it reads (a variable)."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,11 @@ class TrainingGraph:
                     raise GraphError(
                         f"operation {op.name!r} must run after number {j}, not before it"
                     )
+            for j in op.repeat_before:
+                if not 0 <= j < len(self.operations) or j == i:
+                    raise GraphError(
+                        f"operation {op.name!r} cannot be repeated before unknown operation {j}"
+                    )
             for b_index in op.writes:
                 if producer[b_index] >= 0:
                     first = self.operations[producer[b_index]].name
@@ -188,6 +196,9 @@ class TrainingGraph:
             [op.kind, op.reads, op.writes, op.inplace, op.forward, op.repeatable, op.after]
             for op in self.operations
         ]
+        limits = [[i, op.repeat_before] for i, op in enumerate(self.operations) if op.repeat_before]
+        if limits:
+            rows.append(limits)
         rows.append([(b.size, b.dtype) for b in self.buffers])
         rows.append(self.outputs)
         digest.update(json.dumps(rows, separators=(",", ":")).encode())
@@ -224,6 +235,19 @@ class TrainingGraph:
             ),
         )
 
+    @cached_property
+    def without_repeat_limits(self) -> TrainingGraph:
+        """The same graph in which repeatable operations may be repeated at any time.
+
+        This very graph if there are no limits. It has more schedules: what is proven of all of
+        them holds for those of this graph.
+        """
+        if not any(op.repeat_before for op in self.operations):
+            return self
+        return replace(
+            self, operations=tuple(replace(op, repeat_before=()) for op in self.operations)
+        )
+
     def to_json(self) -> dict[str, Any]:
         """A JSON-able mapping that `from_json` reads back to an equal graph."""
         return {
@@ -245,6 +269,7 @@ class TrainingGraph:
                     "forward": op.forward,
                     "repeatable": op.repeatable,
                     "after": list(op.after),
+                    **({"repeat_before": list(op.repeat_before)} if op.repeat_before else {}),
                 }
                 for op in self.operations
             ],
@@ -273,6 +298,7 @@ class TrainingGraph:
                     forward=_JSON.field(row, "forward", FLAG, where, True),
                     repeatable=_JSON.field(row, "repeatable", FLAG, where, True),
                     after=_JSON.items(row, "after", WHOLE, where, ()),
+                    repeat_before=_JSON.items(row, "repeat_before", WHOLE, where, ()),
                 )
             )
         return cls(

@@ -72,7 +72,7 @@ def make_plan(
             `max_overhead` are given, or the latter is negative.
     """
     check_price(budget, max_overhead)
-    plain = _judge(graph, Schedule.base(graph), allocator)
+    plain = judge(graph, Schedule.base(graph), allocator)
     peak = plain.reported if plain_graph is None else plain_peak(plain_graph, allocator)
     limit = None if budget is None else Budget.parse(budget).resolve(peak)
     options = options or SolveOptions()
@@ -84,7 +84,7 @@ def make_plan(
     if found.solution.schedule is None:
         assert limit is not None
         raise _failure(graph, limit, options.order, repeat, cert)
-    judged = _judge(graph, found.solution.schedule, allocator)
+    judged = judge(graph, found.solution.schedule, allocator)
     return Plan(
         fingerprint=graph.fingerprint,
         strategy=cert.solver,
@@ -163,7 +163,9 @@ def check_price(budget: Budget | int | float | str | None, max_overhead: float |
 
 
 @dataclass(frozen=True, slots=True)
-class _Judged:
+class Judged:
+    """What a schedule needs, by the simulator and the model of the allocator."""
+
     live: int
     """Peak of the live bytes."""
     reported: int
@@ -171,15 +173,16 @@ class _Judged:
     overhead: float
 
 
-def _judge(graph: TrainingGraph, schedule: Schedule, allocator: Allocator | None) -> _Judged:
+def judge(graph: TrainingGraph, schedule: Schedule, allocator: Allocator | None) -> Judged:
+    """Judge a schedule as `make_plan` does. Raises ScheduleError if it cannot be executed."""
     result = simulate(graph, schedule)
     reported = 0 if allocator is None else allocator.peak(graph, schedule)
-    return _Judged(result.peak, max(result.peak, reported), result.overhead)
+    return Judged(result.peak, max(result.peak, reported), result.overhead)
 
 
 def plain_peak(graph: TrainingGraph, allocator: Allocator | None = None) -> int:
     """Peak bytes of the plain step, resident included, as `make_plan` predicts it."""
-    return _judge(graph, Schedule.base(graph), allocator).reported
+    return judge(graph, Schedule.base(graph), allocator).reported
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +194,7 @@ class _Search:
     options: SolveOptions
     margin: float
     allocator: Allocator | None
-    plain: _Judged
+    plain: Judged
     reorder: bool
 
 
@@ -263,7 +266,7 @@ def _rank(search: _Search, found: _Found) -> tuple[float, ...]:
     if schedule is None:
         # The proof for more schedules says more.
         return (math.inf, -sum(op.repeatable for op in found.graph.operations))
-    judged = _judge(found.graph, schedule, search.allocator)
+    judged = judge(found.graph, schedule, search.allocator)
     if search.limit is None:
         return (0, judged.live, judged.overhead)
     return (max(0, judged.reported - search.limit), judged.overhead)
@@ -370,7 +373,7 @@ def _adjusted(
             target = (low + high) // 2
             continue
         high = min(high, target)
-        judged = _judge(graph, solution.schedule, search.allocator)
+        judged = judge(graph, solution.schedule, search.allocator)
         spare = allowed - judged.reported
         found = _Round(max(0, -spare), judged.overhead, target, solution)
         if best is None or found.rank < best.rank or found.proves_more_than(best):

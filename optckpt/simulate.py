@@ -49,7 +49,7 @@ def simulate(graph: TrainingGraph, schedule: Schedule) -> Simulation:
     Raises:
         ScheduleError: names the step, the operation and the buffer, if an input is not in
             memory, a control dependency is not met, an operation is missing, or one that must
-            not be repeated is.
+            not be repeated (any more) is.
     """
     ops = graph.operations
     sizes = [b.size for b in graph.buffers]
@@ -66,6 +66,13 @@ def simulate(graph: TrainingGraph, schedule: Schedule) -> Simulation:
             raise ScheduleError(
                 f"step {step}: operation {op.name!r} ({op.kind}) must not be executed again"
             )
+        if counts[o]:
+            for a in op.repeat_before:
+                if counts[a]:
+                    raise ScheduleError(
+                        f"step {step}: operation {op.name!r} must not be executed again after "
+                        f"{ops[a].name!r}, which overwrites what it reads"
+                    )
         for a in op.after:
             if not counts[a]:
                 raise ScheduleError(

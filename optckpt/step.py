@@ -11,12 +11,15 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.eager import backprop
+from tensorflow.python.framework.auto_control_deps import op_is_stateful
 from tensorflow.python.ops import gradients_util
 
 from optckpt.budget import Budget
 from optckpt.config import Config
 from optckpt.errors import CaptureError
 from optckpt.frontends.tensorflow import Capture, capture
+from optckpt.frontends.tf_devices import Devices
+from optckpt.frontends.tf_versions import VARIABLE_READS
 from optckpt.pipeline import apply
 from optckpt.request import Checkpoints, Request
 from optckpt.schedule import Plan
@@ -61,6 +64,8 @@ class WholeStep:
     graph: tf.Graph
     thread: int | None
     """The thread whose operations these are; None: those of all replicas."""
+    begin: int
+    """Number of operations that the graph had at the beginning."""
     ys: list[tf.Tensor] = field(default_factory=list)
     gradients: list[tf.Tensor] = field(default_factory=list)
     kept: list[tf.Tensor] = field(default_factory=list)
@@ -117,7 +122,13 @@ def whole_step(
     )
     replica = tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
     thread = threading.get_ident() if replica else None
-    step = WholeStep(request, tf.compat.v1.get_default_graph(), thread)
+    graph = tf.compat.v1.get_default_graph()
+    if not getattr(graph, "building_function", False):
+        raise CaptureError(
+            "optckpt.whole_step plans what a tf.function does; in a v1 graph each session decides "
+            "what runs: use optckpt.gradients or optckpt.patch there"
+        )
+    step = WholeStep(request, graph, thread, len(graph.get_operations()))
     with _noticing(step):
         yield step
     if step.gradients:
@@ -125,15 +136,30 @@ def whole_step(
 
 
 def _finish(step: WholeStep) -> None:
+    memory = step.request.settings.memory
     found = capture(
         step.graph,
         step.ys,
         step.gradients,
         keep=step.kept,
-        count_from=step.request.settings.memory.count_from,
-        chain_from=step.request.settings.memory.chain_from,
+        ends=_effects(step),
+        early_updates=memory.updates == "early",
+        count_from=memory.count_from,
+        chain_from=memory.chain_from,
     )
     apply(found, step.request)
+
+
+def _effects(step: WholeStep) -> list[tf.Operation]:
+    """The operations of the step that a tf.function runs for their effects."""
+    devices = Devices()
+    # Replicas share a graph; what the others do is planned with them.
+    here = devices.of(step.ys[0].op)
+    return [
+        op
+        for op in step.graph.get_operations()[step.begin :]
+        if op_is_stateful(op) and op.type not in VARIABLE_READS and devices.of(op) == here
+    ]
 
 
 # --- Which gradients are taken in a step -------------------------------------------------------

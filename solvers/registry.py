@@ -7,15 +7,16 @@ A strategy is a function of graph, budget (peak bytes, resident included; None: 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any, Literal, Protocol, get_args
 
 from optckpt.errors import OptckptError
 from optckpt.graph import TrainingGraph
 from optckpt.registry import Registry
-from optckpt.schedule import Schedule, Solution
+from optckpt.schedule import Certificate, Schedule, Solution
 from optckpt.simulate import simulate
 
 
@@ -151,10 +152,7 @@ def solve(
         OptckptError: if the strategy is unknown, or claims what the simulation contradicts.
     """
     run = get(strategy) if isinstance(strategy, str) else strategy
-    try:
-        solution = run(graph, budget, options or SolveOptions())
-    except Interrupted as e:
-        solution = e.solution
+    solution = _within_repeat_limits(graph, budget, run, options or SolveOptions())
     cert = solution.certificate
     if solution.schedule is None:
         return solution
@@ -171,3 +169,56 @@ def solve(
             f"{result.overhead}; this is a fault of the strategy"
         )
     return solution
+
+
+def _within_repeat_limits(
+    graph: TrainingGraph, budget: int | None, run: Strategy, options: SolveOptions
+) -> Solution:
+    """The strategy's answer, in which nothing is repeated after what it reads was overwritten.
+
+    Strategies do not know of `Operation.repeat_before`. They solve the graph without these limits,
+    which hardly ever matter: a variable is updated when all that reads it has been done. Where
+    they do, the operations concerned are not repeated at all, and the strategy solves once more.
+    The bound is that of the graph without limits, of which each schedule of `graph` is one.
+    """
+    begin = time.perf_counter()
+    allowed, first, start = graph.without_repeat_limits, None, options.start
+    while True:
+        try:
+            solution = run(allowed, budget, replace(options, start=start))
+        except Interrupted as e:
+            solution = e.solution
+        first = first or solution.certificate
+        late = set() if solution.schedule is None else _repeated_late(graph, solution.schedule)
+        if not late:
+            return replace(solution, certificate=_relaxed(solution.certificate, first, options))
+        operations = list(allowed.operations)
+        for o in late:
+            operations[o] = replace(operations[o], repeatable=False)
+        allowed, start = replace(allowed, operations=tuple(operations)), None
+        left = options.time_limit - (time.perf_counter() - begin)
+        options = replace(options, time_limit=max(left, 0.2 * options.time_limit))
+
+
+def _repeated_late(graph: TrainingGraph, schedule: Schedule) -> set[int]:
+    """The operations that are repeated after what they read has been overwritten."""
+    done: set[int] = set()
+    late = set()
+    for o, count in schedule.steps():
+        if count and not done.isdisjoint(graph.operations[o].repeat_before):
+            late.add(o)
+        done.add(o)
+    return late
+
+
+def _relaxed(last: Certificate, first: Certificate, options: SolveOptions) -> Certificate:
+    """The certificate of the last of several rounds; `first` is that of the one without limits."""
+    if last is first:
+        return last
+    status = last.status
+    if status == "infeasible":
+        # So it is with some operations not repeated at all.
+        status = "stopped"
+    elif status == "optimal" and last.cost is not None and last.cost - first.bound > options.gap:
+        status = "feasible"
+    return replace(last, status=status, bound=first.bound, valid_for=first.valid_for)

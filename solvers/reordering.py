@@ -27,7 +27,13 @@ def reorder(graph: TrainingGraph, order: Sequence[int]) -> TrainingGraph:
     operations = []
     for o in order:
         op = graph.operations[o]
-        operations.append(replace(op, after=tuple(sorted(place[a] for a in op.after))))
+        operations.append(
+            replace(
+                op,
+                after=tuple(sorted(place[a] for a in op.after)),
+                repeat_before=tuple(sorted(place[a] for a in op.repeat_before)),
+            )
+        )
     return replace(graph, operations=tuple(operations))
 
 

@@ -19,7 +19,7 @@ from tensorflow.python.framework import ops
 from optckpt.backends.sums import keep_orders
 from optckpt.errors import RewriteError
 from optckpt.frontends import tf_ops
-from optckpt.frontends.tensorflow import HISTORY, Capture, no_garbage_collection
+from optckpt.frontends.tensorflow import HISTORY, Capture, Past, no_garbage_collection
 from optckpt.frontends.tf_traced import changes, next_mark
 from optckpt.schedule import Schedule
 from optckpt.simulate import simulate
@@ -82,7 +82,7 @@ def rewrite(capture: Capture, schedule: Schedule, *, scope: str = "optckpt") -> 
     history = getattr(capture.tf_graph, HISTORY, None)
     if history is None:
         setattr(capture.tf_graph, HISTORY, history := [])
-    history.append((chain, list(capture.outputs), capture.device))
+    history.append(Past(tuple(chain), capture.outputs, capture.device, capture.whole))
     _protect(capture.tf_graph, [*chain, *copies])
     is_view = [c.is_view for c in edit.clones]
     report = RewriteReport(
@@ -158,6 +158,8 @@ class _Planner:
         self.copies: dict[int, tuple[int, int]] = {}
         """Buffer -> (clone, output) that holds the current copy; absent: the original."""
         self.view_clones: dict[tuple[tf.Operation, Source], int] = {}
+        self.last: Node | None = capture.follows
+        """The end of the chain so far."""
 
     def execute(self, u: int, count: int) -> None:
         unit = self.capture.units[u]
@@ -223,18 +225,18 @@ class _Planner:
         return source
 
     def _chain(self, unit: tuple[tf.Operation, ...], nodes: tuple[Node, ...]) -> None:
-        if self.edit.chain:
-            last = self.edit.chain[-1][-1]
-            if not (_may_be_merged(unit) and self._reads_from(unit, last)):
-                self.edit.controls.append((last, nodes[0]))
-                # What oneDNN merges in the plain graph has to stay mergeable, or bits differ:
-                # equal control inputs. On Conv2D + BiasAdd, whose result does not depend on the
-                # merging, they would abort the process.
-                # Relu is merged by another pass, and never below a control edge.
-                for op, node in zip(unit[1:], nodes[1:], strict=True):
-                    if op.type not in ("BiasAdd", "Relu"):
-                        self.edit.controls.append((last, node))
+        last = self.last
+        if last is not None and not (_may_be_merged(unit) and self._reads_from(unit, last)):
+            self.edit.controls.append((last, nodes[0]))
+            # What oneDNN merges in the plain graph has to stay mergeable, or bits differ:
+            # equal control inputs. On Conv2D + BiasAdd, whose result does not depend on the
+            # merging, they would abort the process.
+            # Relu is merged by another pass, and never below a control edge.
+            for op, node in zip(unit[1:], nodes[1:], strict=True):
+                if op.type not in ("BiasAdd", "Relu"):
+                    self.edit.controls.append((last, node))
         self.edit.chain.append(nodes)
+        self.last = nodes[-1]
 
     def _reads_from(self, unit: tuple[tf.Operation, ...], last: Node) -> bool:
         """Whether the first member of `unit` reads the data of `last` anyway."""
@@ -307,7 +309,9 @@ def _check_acyclic(capture: Capture, edit: _Edit) -> None:
         for source in clone.inputs:
             edge(_node(source), c)
     for before, after in edit.controls:
-        edge(before, after)
+        # What is not a member was there before all members.
+        if before in index:
+            edge(before, after)
     ready = [g for g, w in enumerate(waiting) if not w]
     while ready:
         g = ready.pop()
