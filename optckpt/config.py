@@ -199,6 +199,18 @@ class CostsConfig(Section):
     )
 
 
+class PlansConfig(Section):
+    """Whether plans that were solved once are used again."""
+
+    cache: Cache = Field(
+        default=True,
+        description=(
+            "Keep plans between runs: true: in the user's cache folder; false: not at all; or the "
+            "folder to use. Within a process the same step is solved once in any case."
+        ),
+    )
+
+
 class MemoryConfig(Section):
     """What the memory model charges, and what is held back for what it cannot know."""
 
@@ -285,6 +297,7 @@ class Config(Section):
     solver: SolverConfig = Field(default_factory=SolverConfig, description="The solver's limits.")
     costs: CostsConfig = Field(default_factory=CostsConfig, description="Times of operations.")
     memory: MemoryConfig = Field(default_factory=MemoryConfig, description="The memory model.")
+    plans: PlansConfig = Field(default_factory=PlansConfig, description="Plans that are kept.")
     model: AnyModelParams = Field(
         default_factory=ResnetCifar10,
         description="The reference network that `optckpt compare` trains: its name and parameters.",

@@ -14,11 +14,14 @@ from optckpt.allocator import Allocator
 from optckpt.backends.tensorflow import rewrite
 from optckpt.budget import Budget, format_bytes
 from optckpt.config import Config
+from optckpt.costs.signature import environment
 from optckpt.errors import OptckptError
 from optckpt.frontends.tensorflow import Capture
 from optckpt.graph import TrainingGraph
-from optckpt.planner import check_fits, make_plan
+from optckpt.plan_cache import cache_for
+from optckpt.planner import check_fits
 from optckpt.request import Checkpoints, Request
+from optckpt.reuse import Problem, plan_once
 from optckpt.schedule import Plan
 from optckpt.solvers.registry import SolveOptions
 
@@ -82,20 +85,26 @@ def apply(found: Capture, request: Request) -> Plan:
     if plan is None:
         graph = measure(found, settings)
         measured = time.perf_counter()
-        plan = check_fits(
-            make_plan(
-                graph,
-                budget,
-                request.strategy,
-                _solve_options(settings, found, request.checkpoints),
-                margin=settings.memory.margin,
-                allocator=_allocator_now(found),
-                plain_graph=found.plain(graph),
-                max_overhead=request.max_overhead,
-                reorder=settings.solver.order == "auto",
-                repeat=settings.solver.repeat,
-            )
+        problem = Problem(
+            graph=graph,
+            budget=budget,
+            strategy=request.strategy,
+            options=_solve_options(settings, found, request.checkpoints),
+            margin=settings.memory.margin,
+            allocator=_allocator_now(found),
+            plain_graph=found.plain(graph),
+            max_overhead=request.max_overhead,
+            reorder=settings.solver.order == "auto",
+            repeat=settings.solver.repeat,
+            surroundings={
+                **environment(found.device),
+                "costs": settings.costs.model,
+                "count_from": found.count_from,
+                "chain_from": found.chain_from,
+            },
+            limit_of_device=budget is not request.budget,
         )
+        plan = check_fits(plan_once(problem, cache_for(settings.plans.cache)))
     else:
         measured = begin
         plan.check_graph(found.graph)

@@ -26,6 +26,12 @@ Repeats = Literal["forward", "all"]
 as well."""
 
 
+Source = Literal["solved", "cache", "cache, other costs"]
+"""Where a plan is from. solved: made for this step; cache: solved before, with the same costs;
+"cache, other costs": solved before with other costs or sizes, of whose bound as much is left as is
+proven for the present ones."""
+
+
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """The executions of a step, in order, each the index of an operation of the graph.
@@ -119,6 +125,7 @@ class Plan:
     """Extra time / time of the plain step, by the measured costs."""
     schedule: Schedule
     certificate: Certificate
+    source: Source = "solved"
 
     def check_graph(self, graph: TrainingGraph) -> None:
         """Raise PlanError unless the plan was made for this graph."""
@@ -156,6 +163,7 @@ class Plan:
             overhead=float(read("overhead", NUMBER)),
             schedule=Schedule(_JSON.items(data, "schedule", WHOLE, "the plan")),
             certificate=_certificate(read("certificate", OBJECT)),
+            source=_JSON.field(data, "source", _SOURCE, "the plan", "solved"),
         )
 
     def save(self, path: str | Path) -> None:
@@ -174,6 +182,7 @@ class Plan:
 
 _JSON = Reader("plan", PlanError)
 _REPEATS = Kind(f"one of {', '.join(get_args(Repeats))}", lambda value: value in get_args(Repeats))
+_SOURCE = Kind(f"one of {', '.join(get_args(Source))}", lambda value: value in get_args(Source))
 _STATUS = Kind(f"one of {', '.join(get_args(Status))}", lambda value: value in get_args(Status))
 _CERTIFICATE = {
     "solver": TEXT,

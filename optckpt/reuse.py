@@ -1,0 +1,268 @@
+"""Plans made once: a step that was planned before gets that plan again, judged as it is now.
+
+A plan is found by what was asked for (`optckpt.plan_cache.Asked`), which holds neither names nor
+measured seconds: a retrace, a restart and a second replica ask for the same, a changed model or
+setting for something else.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import optckpt
+from optckpt.allocator import Allocator
+from optckpt.budget import Budget, format_bytes
+from optckpt.errors import ScheduleError
+from optckpt.graph import TrainingGraph
+from optckpt.interruption import interruption
+from optckpt.plan_cache import Asked, PlanCache, StoredPlan
+from optckpt.planner import Judged, Repeat, judge, make_plan, plain_peak, widest
+from optckpt.schedule import Certificate, Plan, Schedule
+from optckpt.solvers import registry
+from optckpt.solvers.floor import proven_floor
+from optckpt.solvers.registry import Order, SolveOptions, Strategy
+
+logger = logging.getLogger("optckpt.reuse")
+
+_SPARE = 0.05
+"""Share of the budget: so much more room than the plan was made for is worth another search."""
+_DEARER, _MUCH_DEARER = 0.01, 1.25
+"""Costs that have changed may make a plan so much dearer, and by this factor, before it is solved
+again."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is to be planned; as the arguments of `optckpt.planner.make_plan`."""
+
+    graph: TrainingGraph
+    budget: Budget | None
+    strategy: str | Strategy
+    options: SolveOptions
+    margin: float
+    allocator: Allocator | None
+    plain_graph: TrainingGraph
+    max_overhead: float | None
+    reorder: bool
+    repeat: Repeat
+    surroundings: Mapping[str, Any]
+    """JSON-able: what beside the graph and these arguments the plan depends on."""
+    limit_of_device: bool = False
+    """Whether the budget is what the device has; that may differ a little from run to run."""
+
+    def solve(self, start: Schedule | None = None) -> Plan:
+        """Make the plan. Raises as `make_plan`. `start`: a schedule that is known already."""
+        return make_plan(
+            self.graph,
+            self.budget,
+            self.strategy,
+            self.options if start is None else replace(self.options, start=start),
+            margin=self.margin,
+            allocator=self.allocator,
+            plain_graph=self.plain_graph,
+            max_overhead=self.max_overhead,
+            reorder=self.reorder,
+            repeat=self.repeat,
+        )
+
+    @property
+    def asked(self) -> Asked | None:
+        """What the plan is found by; None if the strategy is not one of optckpt's own."""
+        strategy = self.strategy
+        if not isinstance(strategy, str):
+            return None
+        if not getattr(registry.get(strategy), "__module__", "").startswith("optckpt."):
+            return None
+        options = self.options
+        budget: Any = None if self.budget is None else asdict(self.budget)
+        return Asked(
+            {
+                "optckpt": optckpt.__version__,
+                "fingerprint": self.graph.fingerprint,
+                "strategy": strategy,
+                "budget": "device" if self.limit_of_device else budget,
+                "max_overhead": self.max_overhead,
+                "margin": self.margin,
+                "reorder": self.reorder,
+                "repeat": self.repeat,
+                "solver": {
+                    "time_limit": options.time_limit,
+                    "gap": options.gap,
+                    "seed": options.seed,
+                    "threads": options.threads,
+                    "order": options.order,
+                    "checkpoints": None
+                    if options.checkpoints is None
+                    else list(options.checkpoints),
+                },
+                "surroundings": dict(self.surroundings),
+            }
+        )
+
+
+def plan_once(problem: Problem, cache: PlanCache) -> Plan:
+    """The plan of `problem`: from the cache if it is still good, else solved and stored there.
+
+    Raises as `optckpt.planner.make_plan`.
+    """
+    asked = problem.asked
+    if asked is None:
+        return problem.solve()
+    with cache.one_at_a_time(asked):
+        stored = cache.get(asked)
+        if stored is None:
+            return _solve(problem, asked, cache)
+        plan, remark = again(stored, problem)
+        age = format_age(time.time() - stored.made_at)
+        if plan is not None:
+            logger.info("the plan of %s ago is used again: %s", age, remark)
+            return plan
+        logger.info("the plan of %s ago is not used again: %s; solving", age, remark)
+        return _solve(problem, asked, cache, stored.plan.schedule)
+
+
+def _solve(problem: Problem, asked: Asked, cache: PlanCache, start: Schedule | None = None) -> Plan:
+    plan, hurried = _solved(problem, start)
+    # What did not fit is refused, and what was cut short can be done better.
+    if not hurried and (plan.budget is None or plan.live_peak <= plan.budget):
+        operations = problem.graph.operations
+        cache.put(
+            StoredPlan(
+                asked=asked,
+                plan=plan,
+                seconds=tuple(op.seconds for op in operations),
+                workspace=tuple(op.workspace for op in operations),
+                resident=problem.graph.resident,
+                made_at=time.time(),
+            )
+        )
+    return plan
+
+
+def _solved(problem: Problem, start: Schedule | None) -> tuple[Plan, bool]:
+    """The plan, and whether Ctrl-C cut its search short."""
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        return problem.solve(start), False
+    with interruption() as was_interrupted:
+        return problem.solve(start), was_interrupted()
+
+
+def again(stored: StoredPlan, problem: Problem) -> tuple[Plan | None, str]:
+    """The stored plan for the step as it is now, and a remark; None if it had better be solved.
+
+    Peaks, overhead and floor are those of the present graph and allocator. The certificate stays
+    valid: see `_certificate`.
+    """
+    graph, old = problem.graph, stored.plan
+    if len(stored.seconds) != len(graph.operations) or old.fingerprint != graph.fingerprint:
+        return None, "it is of another graph"
+    try:
+        judged = judge(graph, old.schedule, problem.allocator)
+    except ScheduleError as e:
+        return None, f"it cannot be executed ({e})"
+    peak = plain_peak(problem.plain_graph, problem.allocator)
+    limit = None if problem.budget is None else problem.budget.resolve(peak)
+    objection = _objection(old, judged, limit, problem)
+    if objection is not None:
+        return None, objection
+    certificate, target, remark = _certificate(stored, judged, problem)
+    order: Order = "fixed" if old.schedule.in_base_order else "free"
+    if problem.options.order == "free":
+        order = "free"
+    plan = replace(
+        old,
+        budget=limit,
+        target=target,
+        plain_peak=peak,
+        predicted_peak=judged.reported,
+        live_peak=judged.live,
+        floor=proven_floor(widest(graph, problem.repeat), order).bytes,
+        overhead=judged.overhead,
+        certificate=certificate,
+        source="cache" if certificate == old.certificate else "cache, other costs",
+    )
+    return plan, remark
+
+
+def _objection(old: Plan, judged: Judged, limit: int | None, problem: Problem) -> str | None:
+    """Why the step as it is now had better be solved again."""
+    if problem.max_overhead is not None:
+        if judged.overhead > problem.max_overhead + 1e-9:
+            return f"it now takes {100 * judged.overhead:.2f} % more time"
+        return None
+    if judged.overhead > _MUCH_DEARER * old.overhead + _DEARER:
+        return f"it now takes {100 * judged.overhead:.2f} % more time"
+    if limit is None or old.budget is None:
+        return None
+    # Some of the margin may be used up by what the process has done meanwhile.
+    allowed = limit * max(1 - problem.margin / 2, old.predicted_peak / old.budget)
+    if judged.live > limit or judged.reported > allowed:
+        return f"it now needs {format_bytes(judged.reported)} of {format_bytes(limit)}"
+    unused = limit - judged.reported - max(0, old.budget - old.predicted_peak)
+    if judged.overhead > problem.options.gap and unused > _SPARE * limit:
+        return f"there are {format_bytes(unused)} more than it was made for"
+    return None
+
+
+def _certificate(
+    stored: StoredPlan, judged: Judged, problem: Problem
+) -> tuple[Certificate, int | None, str]:
+    """What of the stored certificate holds now, for which target (live bytes), and a remark.
+
+    With the same costs all of it does, for a target that moves with the resident bytes. Otherwise,
+    let c be the old costs and c' the new ones, r the least c'/c over the operations that may be
+    executed again, T and T' the plain step's times. The extra time of a schedule is a sum of such
+    c' and so at least r times what it was, hence at least r * bound * T: the bound becomes
+    r * bound * T / T'. And a schedule that needs M' live bytes now needed at most
+    M' - resident' + resident + the largest decrease of a workspace: the target moves by as much.
+    """
+    graph, old = problem.graph, stored.plan
+    certificate = old.certificate
+    operations = graph.operations
+    less = max(
+        (was - op.workspace for was, op in zip(stored.workspace, operations, strict=True)),
+        default=0,
+    )
+    target = old.target
+    if target is not None:
+        target += graph.resident - stored.resident - max(0, less)
+    before, now = sum(stored.seconds), graph.seconds
+    if stored.seconds == tuple(op.seconds for op in operations):
+        text = "costs are as they were, and its bound holds"
+        return certificate, target, text
+    covered = graph.only_forward_repeats if certificate.repeats == "forward" else graph
+    ratio = min(
+        (
+            op.seconds / was
+            for was, op in zip(stored.seconds, covered.operations, strict=True)
+            if op.repeatable and was > 0
+        ),
+        default=0.0,
+    )
+    bound = ratio * certificate.bound * before / now if now > 0 else 0.0
+    cost = judged.overhead
+    bound = min(bound, cost)
+    proven = certificate.status == "optimal" and cost - bound <= problem.options.gap
+    scaled = replace(
+        certificate, status="optimal" if proven else "feasible", cost=cost, bound=bound
+    )
+    return (
+        scaled,
+        target,
+        f"costs have changed; its bound of {100 * certificate.bound:.2f} % was proven with others, "
+        f"of which {100 * bound:.2f} % remain proven",
+    )
+
+
+def format_age(seconds: float) -> str:
+    """Seconds for people: "3 hours"."""
+    for unit, size in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        if seconds >= size:
+            count = int(seconds // size)
+            return f"{count} {unit}{'s' if count > 1 else ''}"
+    return f"{max(0, int(seconds))} s"
