@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     )
     from optckpt.pipeline import last_plan
     from optckpt.step import whole_step
+    from optckpt.tape import GradientTape
 
 __version__ = "0.1.0"
 
@@ -33,6 +34,7 @@ __all__ = [
     "BudgetError",
     "Buffer",
     "Certificate",
+    "GradientTape",
     "InfeasibleBudgetError",
     "Operation",
     "OptckptError",
@@ -53,6 +55,7 @@ __all__ = [
 ]
 
 _NEED_TENSORFLOW = {
+    "GradientTape": "tape",
     "gradients": "call",
     "gradients_collection": "call",
     "gradients_memory": "call",
