@@ -1,4 +1,4 @@
-"""The command line: `optckpt solve` and `optckpt compare`.
+"""The command line: `optckpt solve`, `optckpt compare` and `optckpt cache`.
 
 Exit codes: 0 done; 2 a mistake of the user's, or a budget that no schedule was found for (one
 line on stderr says which); 130 interrupted, with the best result so far printed. With --json, one
@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,18 @@ import typer
 from rich.console import Console
 
 import optckpt
+from optckpt import cli_cache
 from optckpt.budget import Budget, format_bytes
+from optckpt.cli_answers import (
+    DONE,
+    INTERRUPTED,
+    MISTAKE,
+    JsonOption,
+    complain,
+    fail,
+    mistakes,
+    output,
+)
 from optckpt.errors import OptckptError
 from optckpt.graph import TrainingGraph, write_text
 from optckpt.interruption import interruption
@@ -33,8 +44,6 @@ from optckpt.simulate import simulate
 from optckpt.solvers import registry
 from optckpt.solvers.floor import proven_floor
 
-DONE, MISTAKE, INTERRUPTED = 0, 2, 130
-
 # typer names the subclass only; its base lies in another package, depending on the version.
 UsageError = cast(type[typer.BadParameter], typer.BadParameter.__bases__[0])
 
@@ -43,6 +52,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Train under a memory budget: what to keep and what to compute again, at the least cost.",
 )
+
+
+app.add_typer(cli_cache.app, name="cache")
 
 
 def main() -> None:
@@ -59,7 +71,7 @@ def main() -> None:
         except UsageError as e:
             command = "optckpt" if e.ctx is None else e.ctx.command_path
             message = e.format_message().rstrip(".").replace("\n", " ")
-            code = _fail(f"{message}; see {command} --help", "UsageError", as_json)
+            code = fail(f"{message}; see {command} --help", "UsageError", as_json)
         if sys.stdout is not None:
             sys.stdout.flush()
     except BrokenPipeError:
@@ -68,7 +80,7 @@ def main() -> None:
         code = 1
     except OSError as e:
         _drop_output()
-        code = _fail(f"{e.strerror or e}" + (f": {e.filename}" if e.filename else ""), "OSError")
+        code = fail(f"{e.strerror or e}" + (f": {e.filename}" if e.filename else ""), "OSError")
     raise SystemExit(code or DONE)
 
 
@@ -99,12 +111,6 @@ BudgetOption = Annotated[
 TimeLimitOption = Annotated[
     str | None,
     typer.Option("--time-limit", metavar="SECONDS", help="Wall time for one solve."),
-]
-JsonOption = Annotated[
-    bool,
-    typer.Option(
-        "--json", help='Print one JSON object, no table; of a mistake, its "error" and "kind".'
-    ),
 ]
 
 
@@ -150,7 +156,7 @@ def solve(
     as_json: JsonOption = False,
 ) -> None:
     """Find the cheapest schedule of a graph within a budget."""
-    with _mistakes(as_json) as answer:
+    with mistakes(as_json) as answer:
         registry.get(strategy)
         seconds = _seconds(time_limit)
         limits = registry.SolveOptions(order=cast(registry.Order, order))
@@ -167,11 +173,11 @@ def solve(
         if as_json:
             answer(result)
         else:
-            _output().print(table.solve_table(result, problem))
+            output().print(table.solve_table(result, problem))
         if schedule is not None and plan is not None:
             _write_schedule(schedule, problem, plan)
         if code:
-            _complain(_failure(problem, result, code, repeats))
+            complain(_failure(problem, result, code, repeats))
             raise typer.Exit(code)
 
 
@@ -210,7 +216,7 @@ def compare(
     from optckpt.compare import compare as run
     from optckpt.config import find_config
 
-    with _mistakes(as_json) as answer:
+    with mistakes(as_json) as answer:
         settings = find_config(config)
         names = None if strategies is None else _names(strategies)
         seconds = _seconds(time_limit)
@@ -229,7 +235,7 @@ def compare(
         if as_json:
             answer(result.to_json())
         else:
-            console = _output()
+            console = output()
             console.print(table.comparison_table(result))
             for line in table.remarks(result):
                 console.print(line, style="yellow", markup=False, highlight=False)
@@ -239,10 +245,10 @@ def compare(
         if failed is not None:
             raise OptckptError(failed)
         if result.interrupted:
-            _complain("interrupted; what was found so far is printed")
+            complain("interrupted; what was found so far is printed")
             raise typer.Exit(INTERRUPTED)
         if result.infeasible is not None:
-            _complain(result.infeasible)
+            complain(result.infeasible)
             raise typer.Exit(MISTAKE)
 
 
@@ -417,44 +423,3 @@ def _seconds(time_limit: str | None) -> float | None:
         ) from None
     except OptckptError as e:
         raise OptckptError(str(e).replace("time_limit", "--time-limit", 1)) from None
-
-
-def _output() -> Console:
-    """Of standard output; wide enough for our tables where that is no terminal."""
-    console = Console()
-    return console if console.is_terminal else Console(width=100)
-
-
-def _complain(message: str) -> None:
-    typer.echo(f"optckpt: error: {message}", err=True)
-
-
-def _fail(message: str, kind: str, as_json: bool = False) -> int:
-    """Say what is wrong; returns the exit code."""
-    if as_json:
-        typer.echo(json.dumps({"error": message, "kind": kind}))
-    _complain(message)
-    return MISTAKE
-
-
-@contextmanager
-def _mistakes(as_json: bool) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-    """What is raised on purpose ends in a message and an exit code, not in a traceback.
-
-    Yields the function that prints the result as JSON. Where that was printed, a mistake found
-    afterwards is told on stderr alone.
-    """
-    printed = False
-
-    def answer(result: Mapping[str, Any]) -> None:
-        nonlocal printed
-        printed = True
-        typer.echo(json.dumps(result))
-
-    try:
-        yield answer
-    except OptckptError as e:
-        raise typer.Exit(_fail(str(e), type(e).__name__, as_json and not printed)) from None
-    except KeyboardInterrupt:
-        _fail("interrupted", "KeyboardInterrupt", as_json and not printed)
-        raise typer.Exit(INTERRUPTED) from None
