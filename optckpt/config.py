@@ -224,6 +224,14 @@ class MemoryConfig(Section):
             "where the budget would not be met otherwise."
         ),
     )
+    calibrate: bool = Field(
+        default=False,
+        description=(
+            "Measure the first training steps and plan again, at most a few times, if the "
+            "device reports more than the budget; where the way in can: "
+            "value_and_gradients and optckpt.keras."
+        ),
+    )
     count_from: Size = Field(
         default=None,
         description=(

@@ -126,6 +126,9 @@ class Plan:
     schedule: Schedule
     certificate: Certificate
     source: Source = "solved"
+    calibrated: tuple[int, ...] = ()
+    """Peaks above the budget that the device reported in steps under earlier plans; because of
+    them this plan was made for less (see `optckpt.calibration`)."""
 
     def check_graph(self, graph: TrainingGraph) -> None:
         """Raise PlanError unless the plan was made for this graph."""
@@ -140,6 +143,7 @@ class Plan:
         """A JSON-able mapping that `from_json` reads back to an equal plan."""
         data = {f.name: getattr(self, f.name) for f in fields(self)}
         data["schedule"] = list(self.schedule.executions)
+        data["calibrated"] = list(self.calibrated)
         data["certificate"] = asdict(self.certificate)
         return {"format": PLAN_FORMAT, "version": PLAN_VERSION, **data}
 
@@ -164,6 +168,7 @@ class Plan:
             schedule=Schedule(_JSON.items(data, "schedule", WHOLE, "the plan")),
             certificate=_certificate(read("certificate", OBJECT)),
             source=_JSON.field(data, "source", _SOURCE, "the plan", "solved"),
+            calibrated=_calibrated(data),
         )
 
     def save(self, path: str | Path) -> None:

@@ -14,6 +14,7 @@ from tensorflow.python.eager import backprop
 from tensorflow.python.framework.auto_control_deps import op_is_stateful
 from tensorflow.python.ops import gradients_util
 
+from optckpt.backends.bypass import bypass_joins
 from optckpt.budget import Budget
 from optckpt.config import Config
 from optckpt.errors import CaptureError
@@ -137,6 +138,8 @@ def whole_step(
 
 def _finish(step: WholeStep) -> None:
     memory = step.request.settings.memory
+    if memory.updates == "early":
+        bypass_joins(step.graph.get_operations()[step.begin :], step.gradients)
     found = capture(
         step.graph,
         step.ys,

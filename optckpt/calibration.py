@@ -1,0 +1,173 @@
+"""Calibration: the peak of a real step, and a new plan if it is above the budget.
+
+A plan promises what a model of the device's allocator predicts, less a margin (`memory.margin`).
+What the model cannot know (how memory is cut up by what the process did before, what a kernel
+needs inside) is learnt here: the first real steps are measured, and if one exceeds the budget, the
+step is traced and planned again, for so much less. Every step that is measured is a step of the
+training; none is executed twice, and no variable is touched.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import tensorflow as tf
+
+from optckpt import pipeline
+from optckpt.budget import Budget, format_bytes
+from optckpt.errors import BudgetError
+from optckpt.schedule import Plan
+
+logger = logging.getLogger(__name__)
+
+REPLANS = 3
+"""How often a step is planned again at most."""
+_STEPS = 2
+"""So many steps in a row must be within the budget; the first finds fewer free chunks."""
+
+
+class PlannedStep:
+    """A function that is planned when it is traced; planned again if `calibrate` and it must be.
+
+    Called like the function. While it is calibrated, the device's memory statistics are reset
+    before each step (`tf.config.experimental.reset_memory_stats`).
+    """
+
+    def __init__(
+        self,
+        make: Callable[[Budget | None], Callable[..., Any]],
+        calibrate: bool,
+        on_plan: Callable[[Plan], None] | None = None,
+    ) -> None:
+        """`make`: gives a function not yet traced that, while it is, plans for this budget (None:
+        the caller's own) and calls `planned`.
+        """
+        self._make = make
+        self._on_plan = on_plan
+        self._function = make(None)
+        self._device: str | None = None
+        self._left = _STEPS if calibrate else 0
+        """Steps to be measured."""
+        self._plan: Plan | None = None
+        self._budget: int | None = None
+        """What the caller allows, in bytes."""
+        self._exceeded: tuple[int, ...] = ()
+        """Peaks above the budget, in the order in which they were measured."""
+        self._best: tuple[int, Plan, Callable[..., Any]] | None = None
+        """Of the plans that exceeded the budget, the one with the lowest peak, and its peak."""
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that holds now; None before the first step."""
+        return self._plan
+
+    def planned(self, plan: Plan, device: str) -> None:
+        """Note the plan that has just been applied to the step that runs on `device`."""
+        if self._budget is None:
+            self._budget = plan.budget
+        plan = replace(plan, budget=self._budget, calibrated=self._exceeded)
+        self._adopt(plan)
+        self._device = device.removeprefix("/device:")
+        if self._on_plan is not None:
+            self._on_plan(plan)
+        # Here, and not before the step, because measuring costs takes memory, too.
+        self._reset()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Take a step."""
+        if not self._left:
+            return self._function(*args, **kwargs)
+        if self._plan is not None:
+            self._reset()
+        try:
+            result = self._function(*args, **kwargs)
+        except BudgetError as e:
+            # Raised while it is traced: nothing has been executed.
+            if self._best is None:
+                raise
+            self._return_to_best(str(e))
+            return self._function(*args, **kwargs)
+        self._learn()
+        return result
+
+    def _learn(self) -> None:
+        """Compare the peak of the step that was just taken with the budget."""
+        plan, budget = self._plan, self._budget
+        peak = self._peak()
+        if plan is None or budget is None or not peak:
+            self._settle()
+            return
+        if peak <= budget:
+            self._left -= 1
+            if not self._left:
+                logger.info(
+                    "calibrated: measured peak %s, budget %s, predicted %s; planned again %d times",
+                    format_bytes(peak),
+                    format_bytes(budget),
+                    format_bytes(plan.predicted_peak),
+                    len(self._exceeded),
+                )
+                self._settle()
+            return
+        if self._best is None or peak < self._best[0]:
+            self._best = (peak, plan, self._function)
+        self._exceeded += (peak,)
+        if len(self._exceeded) > REPLANS:
+            self._return_to_best(f"it was planned {REPLANS} times again in vain")
+            return
+        # As much less as the prediction was wrong by; less than before in any case.
+        last = plan.target if plan.target is not None else budget
+        wanted = min(budget - (peak - plan.predicted_peak), last - (peak - budget))
+        if wanted <= 0:
+            self._return_to_best("what it exceeds it by is more than the budget")
+            return
+        logger.info(
+            "the step peaked at %s, above its budget of %s: it is planned again, for %s",
+            format_bytes(peak),
+            format_bytes(budget),
+            format_bytes(wanted),
+        )
+        self._left = _STEPS
+        self._function = self._make(Budget(bytes=wanted))
+
+    def _return_to_best(self, why: str) -> None:
+        assert self._best is not None
+        assert self._budget is not None
+        peak, plan, self._function = self._best
+        self._adopt(replace(plan, calibrated=self._exceeded))
+        self._settle()
+        logger.warning(
+            "the step peaks at %s, above its budget of %s: %s; raise the budget or memory.margin",
+            format_bytes(peak),
+            format_bytes(self._budget),
+            why,
+        )
+
+    def _adopt(self, plan: Plan) -> None:
+        self._plan = plan
+        pipeline._remember(plan)
+
+    def _settle(self) -> None:
+        self._left = 0
+        self._best = None
+
+    def _reset(self) -> None:
+        if self._left and self._device is not None:
+            try:
+                tf.config.experimental.reset_memory_stats(self._device)
+            except ValueError:
+                logger.info("%s does not track its memory: no calibration", self._device)
+                self._settle()
+
+    def _peak(self) -> int:
+        """Bytes; 0 if unknown."""
+        if self._device is None:
+            return 0
+        tf.test.experimental.sync_devices()
+        try:
+            return int(tf.config.experimental.get_memory_info(self._device)["peak"])
+        except ValueError:
+            return 0
