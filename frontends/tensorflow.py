@@ -30,6 +30,7 @@ from optckpt.frontends.tf_capture import Capture, Past
 from optckpt.frontends.tf_devices import Devices
 from optckpt.frontends.tf_nodes import Node, Nodes, ancestors
 from optckpt.frontends.tf_order import execution_order, outside_consumers
+from optckpt.frontends.tf_shadow import Shapes, shadow
 from optckpt.frontends.tf_shapes import Sizes
 from optckpt.frontends.tf_sums import with_orders
 
@@ -78,6 +79,7 @@ def capture(
     chain_from: int | None = None,
     live: Iterable[tf.Operation] | None = None,
     name: str = "",
+    shapes: Shapes | None = None,
 ) -> Capture:
     """Capture the step that computes `gradients` of `ys` in `tf_graph`.
 
@@ -99,12 +101,31 @@ def capture(
         live: the operations that will run at all, if that is known. By default those made
             before the gradients are taken to run, and later ones that no gradient needs are not.
         name: of the TrainingGraph.
+        shapes: if the graph was traced with unknown sizes: those of its inputs (placeholders, what
+            iterators return) to capture it at; see `optckpt.frontends.tf_shadow`.
 
     Raises:
         CaptureError: if the graph is compiled by XLA, a tensor is of another graph, or the size
             of a large tensor is unknown (says which argument or operation makes it so).
     """
     _check(tf_graph, ys, gradients, keep)
+    if shapes:
+        sized = shadow(tf_graph, shapes)
+        history = [sized.carried(past) for past in getattr(tf_graph, HISTORY, ())]
+        setattr(sized.graph, HISTORY, history)
+        found = capture(
+            sized.graph,
+            sized.carried(ys),
+            sized.carried(gradients),
+            keep=sized.carried(keep),
+            ends=None if ends is None else sized.carried(tuple(ends)),
+            early_updates=early_updates,
+            count_from=count_from,
+            chain_from=chain_from,
+            live=None if live is None else sized.carried(tuple(live)),
+            name=name,
+        )
+        return sized.on_live(found, tf_graph)
     # Replicas of a distribution strategy share a graph, but no memory.
     device = Devices().of(ys[0].op)
     history = [past for past in getattr(tf_graph, HISTORY, ()) if past.device == device]

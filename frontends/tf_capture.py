@@ -77,6 +77,9 @@ class Capture:
     outputs."""
     follows: tf.Operation | None = None
     """The last operation of a whole step before this one in the same graph."""
+    sized: Capture | None = None
+    """If the graph was traced with unknown sizes: the same step in a copy of the graph in which
+    they are known. Its operations are to be measured in the place of these."""
 
     def plain(self, graph: TrainingGraph) -> TrainingGraph:
         """`graph` (this one, or with costs) as TensorFlow runs it where nothing is rewritten."""

@@ -108,8 +108,20 @@ FUSED = {
 _OPAQUE = frozenset((tf.resource, tf.variant, tf.string))
 
 
+NO_VIEWS = "_optckpt_no_views"
+"""Attribute of a tf.Graph with sizes that were filled in: the operations that share their input's
+memory at these sizes, but not at all others."""
+
+
 def views(op: tf.Operation) -> list[tuple[int, int]]:
     """(input, output) index pairs where the output shares the input's memory; empty: none."""
+    found = _views(op)
+    if found and depends_on_sizes(op.type) and op in getattr(op.graph, NO_VIEWS, ()):
+        return []
+    return found
+
+
+def _views(op: tf.Operation) -> list[tuple[int, int]]:
     kind = op.type
     if kind in SIMPLE_VIEWS:
         return [(0, 0)]
@@ -124,6 +136,11 @@ def views(op: tf.Operation) -> list[tuple[int, int]]:
         return [(0, 0)] if len(op.inputs) == 1 else []
     special = _SPECIAL_VIEWS.get(kind)
     return special(op) if special else []
+
+
+def depends_on_sizes(kind: str) -> bool:
+    """Whether operations of this type share their input's memory at some sizes only."""
+    return kind in _VIEWS_IF_SAME_COUNT or kind in _SPECIAL_VIEWS
 
 
 def may_view(kind: str) -> bool:

@@ -9,22 +9,22 @@ operation. The graph is not changed, and what it computes does not depend on the
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2, node_def_pb2
 from tensorflow.python.client import pywrap_tf_session
-from tensorflow.python.framework import c_api_util, ops
+from tensorflow.python.framework import c_api_util, cpp_shape_inference_pb2, ops
 from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops import handle_data_util
 
 from optckpt.errors import CaptureError
 from optckpt.frontends import tf_ops
-from optckpt.frontends.tf_bodies import function_graph
 from optckpt.frontends.tf_capture import Capture
-from optckpt.frontends.tf_functions import BRANCHES, LOOPS, function_names
+from optckpt.frontends.tf_chance import is_view_by_chance
+from optckpt.frontends.tf_functions import BRANCHES, LOOPS, function_graph, function_names
 from optckpt.frontends.tf_traced import Changes, changes
 
 log = logging.getLogger("optckpt.frontends.tensorflow")
@@ -35,6 +35,8 @@ Shapes = Mapping[int, tf.TensorShape]
 _SHAPES = "_output_shapes"
 """Attribute whose shapes are merged with what TensorFlow infers, when a graph is imported."""
 _ROUNDS = 4
+_PUTS = {"TensorListSetItem": 2, "TensorListPushBack": 1, "TensorListFromTensor": 0}
+"""Operations that make lists -> which of their inputs becomes an element, or several."""
 _HANDLES = (tf.resource, tf.variant)
 
 
@@ -46,47 +48,54 @@ class Shadow:
     copies: Mapping[tf.Operation, tf.Operation]
     """Operation of the graph -> its copy."""
 
-    def tensor(self, tensor: tf.Tensor) -> tf.Tensor:
-        """The copy of a tensor."""
-        return self.copies[tensor.op].outputs[tensor.value_index]
+    def carried(self, value: Any) -> Any:
+        """The copies of an operation or tensor, or of all those in a list, tuple, dict, dataclass.
+
+        Operations that were not copied are left out.
+        """
+        return _Carrier(self.copies)(value)
 
     def on_live(self, found: Capture, live: tf.Graph) -> Capture:
         """What was captured of the copy, as a capture of the graph itself.
 
         Its `sized` is `found`: sizes and costs are to be taken from there.
         """
-        originals = {copy: op for op, copy in self.copies.items()}
-
-        def tensor(copy: tf.Tensor) -> tf.Tensor:
-            return originals[copy.op].outputs[copy.value_index]
-
-        def carried(value: Any) -> Any:
-            if isinstance(value, tf.Operation):
-                return originals[value]
-            if isinstance(value, tf.Tensor):
-                return tensor(value)
-            if isinstance(value, tuple):
-                return tuple(map(carried, value))
-            if isinstance(value, dict):
-                return {carried(k): carried(v) for k, v in value.items()}
-            return value
-
+        back = _Carrier({copy: op for op, copy in self.copies.items()})
         same = ("graph", "tf_graph", "inside", "views", "sized")
         changed = {
-            f.name: carried(getattr(found, f.name)) for f in fields(found) if f.name not in same
+            f.name: back(getattr(found, f.name)) for f in fields(found) if f.name not in same
         }
         views = {}
         for op, copy in self.copies.items():
             for t, mine in zip(copy.outputs, op.outputs, strict=True):
                 if id(t) in found.views:
                     b, chain = found.views[id(t)]
-                    views[id(mine)] = (b, carried(chain))
+                    views[id(mine)] = (b, back(chain))
         return replace(found, **changed, tf_graph=live, views=views, sized=found)
 
 
-def shadow(
-    live: tf.Graph, shapes: Shapes, among: Collection[tf.Operation] | None = None
-) -> Shadow:
+class _Carrier:
+    """Puts other operations in the place of operations, and their tensors in that of tensors."""
+
+    def __init__(self, other: Mapping[tf.Operation, tf.Operation]) -> None:
+        self._other = other
+
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, tf.Operation):
+            return self._other[value]
+        if isinstance(value, tf.Tensor):
+            return self._other[value.op].outputs[value.value_index]
+        if isinstance(value, list | tuple):
+            kept = [v for v in value if not isinstance(v, tf.Operation) or v in self._other]
+            return type(value)(map(self, kept))
+        if isinstance(value, dict):
+            return {self(k): self(v) for k, v in value.items()}
+        if is_dataclass(value) and not isinstance(value, type):
+            return replace(value, **{f.name: self(getattr(value, f.name)) for f in fields(value)})
+        return value
+
+
+def shadow(live: tf.Graph, shapes: Shapes, among: Collection[tf.Operation] | None = None) -> Shadow:
     """A copy of `live` in which inputs have `shapes`; its other shapes follow.
 
     Costs about one `tf.graph_util.import_graph_def`.
@@ -191,7 +200,7 @@ class _Copy:
         self.graph.live = live
         self.graph.sized = {}
         self._by_name: dict[str, tf.Operation] = {}
-        self._late: list[tuple[tf.Operation, str]] = []
+        self._scopes: set[str] = set()
         self._functions: dict[str, list[tuple[Any, _Function]]] = {}
         self.copies: dict[tf.Operation, tf.Operation] = {}
 
@@ -211,9 +220,11 @@ class _Copy:
         operations = self._live.get_operations()
         piece: list[node_def_pb2.NodeDef] = []
         loops = any(op.type in ("NextIteration", "RefNextIteration") for op in operations)
-        for op, node in zip(operations, self._live.as_graph_def().node, strict=True):
+        nodes = dict(zip(operations, self._live.as_graph_def().node, strict=True))
+        for op in _makers_first(operations):
             if self._only is not None and op not in self._only:
                 continue
+            node = nodes[op]
             self._as_traced(op, node)
             if node.op == "Placeholder" and op.outputs[0].dtype in _HANDLES:
                 self._placeholder(op, node)
@@ -221,11 +232,19 @@ class _Copy:
                 self._import(piece)
                 piece = []
                 self._call(op, node)
+            elif node.name in self._scopes or node.op in _PUTS:
+                # An import refuses names that are scopes already.
+                self._import(piece)
+                piece = []
+                self._give_shapes(op, node)
+                made = self._make(node)
+                if node.op in _PUTS:
+                    _note_element(made)
             else:
                 self._give_shapes(op, node)
                 piece.append(node)
         self._import(piece)
-        made = {op.name: op for op in self.graph.get_operations()}
+        made = self._by_name
         self.copies = {op: made[op.name] for op in operations if op.name in made}
 
     def _as_traced(self, op: tf.Operation, node: node_def_pb2.NodeDef) -> None:
@@ -253,17 +272,19 @@ class _Copy:
                 _write(node, "output_shapes", given)
 
     def _placeholder(self, op: tf.Operation, node: node_def_pb2.NodeDef) -> None:
-        made = self._make(node, [])
+        name = node.name
+        node.name = f"optckpt_handle_{len(self._by_name)}"
+        made = self._by_name[name] = self._make(node)
         (t,) = op.outputs
         data = self._handles.get(id(t))
         if data is None:
             data = handle_data_util.get_handle_data(t)
         handle_data_util.set_handle_data(made.outputs[0], data)
 
-    def _make(self, node: node_def_pb2.NodeDef, controls: list[str]) -> tf.Operation:
+    def _make(self, node: node_def_pb2.NodeDef) -> tf.Operation:
         """Make one operation, whose inputs are there already."""
         inputs = []
-        before = [self._by_name[name] for name in controls]
+        before = []
         for text in node.input:
             if text.startswith("^"):
                 before.append(self._by_name[text[1:]])
@@ -271,8 +292,16 @@ class _Copy:
                 name, _, index = text.partition(":")
                 inputs.append(self._by_name[name].outputs[int(index or 0)])
         made = ops.Operation.from_node_def(node, self.graph, inputs, control_inputs=before)
-        self._by_name[made.name] = made
+        self._add(made)
         return made
+
+    def _add(self, made: tf.Operation) -> None:
+        name = made.name
+        self._by_name[name] = made
+        end = name.rfind("/")
+        while end > 0 and name[:end] not in self._scopes:
+            self._scopes.add(name[:end])
+            end = name.rfind("/", 0, end)
 
     def _import(self, nodes: Sequence[node_def_pb2.NodeDef]) -> None:
         """Copy operations whose other inputs are there already.
@@ -298,8 +327,8 @@ class _Copy:
             c_api_util.ScopedTFImportGraphDefResults(results)
         finally:
             pywrap_tf_session.TF_DeleteBuffer(serialized)
-        made = self.graph._add_new_tf_operations(compute_devices=False)
-        self._by_name.update((op.name, op) for op in made)
+        for op in self.graph._add_new_tf_operations(compute_devices=False):
+            self._add(op)
 
     def _map_inputs(self, nodes: Sequence[node_def_pb2.NodeDef], options: Any) -> None:
         known = self._by_name
@@ -317,7 +346,10 @@ class _Copy:
                     )
                 else:
                     pywrap_tf_session.TF_ImportGraphDefOptionsAddInputMapping(
-                        options, name, int(index or 0), maker.outputs[int(index or 0)]._as_tf_output()
+                        options,
+                        name,
+                        int(index or 0),
+                        maker.outputs[int(index or 0)]._as_tf_output(),
                     )
 
     # --- Operations that call functions ---------------------------------------------------------
@@ -337,7 +369,7 @@ class _Copy:
             inputs.append(self._by_name[name].outputs[int(index or 0)])
         names = function_names(op)
         graphs = [function_graph(op, name) for name in names]
-        results: list[Any] | None = None
+        results: list[Sequence[tf.Tensor]] | None = None
         if all(g is not None and hasattr(g, "inputs") for g in graphs):
             skipped = int(op.type in BRANCHES)
             if all(len(g.inputs) == len(inputs) - skipped for g in graphs):
@@ -346,21 +378,20 @@ class _Copy:
                 else:
                     arguments = [(t.shape, _handle(t)) for t in inputs[skipped:]]
                     results = [
-                        self._body(name, graph, arguments, node)
+                        self._body(name, graph, arguments, node).outputs
                         for name, graph in zip(names, graphs, strict=True)
                     ]
         shapes = [self._shapes.get(id(t), t.shape) for t in op.outputs]
-        if results is not None and all(len(g.outputs) == len(shapes) for g in results):
-            each = [[g.outputs[o] for g in results] for o in range(len(shapes))]
+        each: list[list[tf.Tensor]] = [[] for _ in shapes]
+        if results is not None and all(len(outs) == len(shapes) for outs in results):
+            each = [list(outs) for outs in zip(*results, strict=True)]
             shapes = [
                 _merged(shape, _common([t.shape for t in outs]))
                 for shape, outs in zip(shapes, each, strict=True)
             ]
-        else:
-            each = [[] for _ in shapes]
         if "output_shapes" in node.attr:
             _write(node, "output_shapes", shapes)
-        made = self._make(node, [])
+        made = self._make(node)
         for t, shape, outs in zip(made.outputs, shapes, each, strict=True):
             if t.dtype in _HANDLES:
                 handle_data_util.set_handle_data(t, next(filter(None, map(_handle, outs)), None))
@@ -373,8 +404,8 @@ class _Copy:
         graphs: Sequence[Any],
         inputs: Sequence[tf.Tensor],
         node: node_def_pb2.NodeDef,
-    ) -> list[Any]:
-        """The body of a loop, at sizes that are the same in all iterations."""
+    ) -> list[Sequence[tf.Tensor]]:
+        """The variables of a loop, at sizes that are the same in all iterations."""
         arguments = [(t.shape, _handle(t)) for t in inputs]
         for _ in range(_ROUNDS):
             body = self._copied(graphs[1], arguments)
@@ -388,7 +419,7 @@ class _Copy:
                 break
             arguments = after
         self._body(names[0], graphs[0], arguments, node)
-        return [self._body(names[1], graphs[1], arguments, node)]
+        return [self._body(names[1], graphs[1], arguments, node).inputs]
 
     def _body(
         self,
@@ -456,9 +487,8 @@ class _Copy:
             if context is not None:
                 copy._set_control_flow_context(context)
         self._carry_changes()
-        self.graph._optckpt_fresh = frozenset(
-            copy for op, copy in copies.items() if _is_view_by_chance(op, copy)
-        )
+        by_chance = [copy for op, copy in copies.items() if is_view_by_chance(op, copy)]
+        setattr(self.graph, tf_ops.NO_VIEWS, frozenset(by_chance))
 
     def _carry_changes(self) -> None:
         known = self._traced
@@ -488,6 +518,25 @@ class _Copy:
         mine.copies.update((copies[a], copies[b]) for a, b in known.copies.items() if there(a, b))
 
 
+def _makers_first(operations: Iterable[tf.Operation]) -> Iterator[tf.Operation]:
+    """Operations as they were made, but lists before the loops that were given them later."""
+    done: set[tf.Operation] = set()
+    for op in operations:
+        stack = [op]
+        while stack:
+            last = stack[-1]
+            missing = []
+            if last not in done and (last is not op or tf_ops.is_call(op)):
+                missing = [t.op for t in last.inputs if t.op not in done]
+            if missing:
+                stack += missing
+                continue
+            stack.pop()
+            if last not in done:
+                done.add(last)
+                yield last
+
+
 def _write(node: node_def_pb2.NodeDef, name: str, shapes: Iterable[tf.TensorShape]) -> None:
     node.attr[name].Clear()
     node.attr[name].list.shape.extend([shape.as_proto() for shape in shapes])
@@ -505,6 +554,25 @@ def _says_more(tensor: tf.Tensor, data: Any) -> bool:
     """Whether it is known better what `tensor` refers to than by `data`."""
     new = _handle(tensor)
     return new is not None and (data is None or _unknowns(new) < _unknowns(data))
+
+
+def _note_element(op: tf.Operation) -> None:
+    """Let a list that was given an element know its shape, which TensorFlow does not infer."""
+    item = op.inputs[_PUTS[op.type]]
+    shape = item.shape[1:] if op.type == "TensorListFromTensor" else item.shape
+    (made,) = op.outputs
+    data = _handle(made)
+    if shape.rank is None or (data is not None and not _unknowns(data)):
+        return
+    new = cpp_shape_inference_pb2.CppShapeInferenceResult.HandleData()
+    if data is not None and len(data.shape_and_type) == 1:
+        new.CopyFrom(data)
+    else:
+        new.is_set = True
+        new.shape_and_type.add(dtype=item.dtype.as_datatype_enum)
+    before = tf.TensorShape(new.shape_and_type[0].shape) if data is not None else shape
+    new.shape_and_type[0].shape.CopyFrom(_merged(before, shape).as_proto())
+    handle_data_util.set_handle_data(made, new)
 
 
 def _unknowns(data: Any) -> int:
