@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         gradients_speed,
         patch,
     )
+    from optckpt.eager import value_and_gradients
     from optckpt.pipeline import last_plan
     from optckpt.step import whole_step
     from optckpt.tape import GradientTape
@@ -51,6 +52,7 @@ __all__ = [
     "make_plan",
     "patch",
     "simulate",
+    "value_and_gradients",
     "whole_step",
 ]
 
@@ -62,6 +64,7 @@ _NEED_TENSORFLOW = {
     "gradients_speed": "call",
     "last_plan": "pipeline",
     "patch": "call",
+    "value_and_gradients": "eager",
     "whole_step": "step",
 }
 """Name -> the module that has it."""

@@ -54,6 +54,10 @@ class PlannedStep:
         self._plan: Plan | None = None
         self._budget: int | None = None
         """What the caller allows, in bytes."""
+        self._in_use: int | None = None
+        """Bytes on the device when the step was planned; None: not yet."""
+        self._grown = 0
+        """So many more before the present step. A new plan counts them by itself."""
         self._exceeded: tuple[int, ...] = ()
         """Peaks above the budget, in the order in which they were measured."""
         self._best: tuple[int, Plan, Callable[..., Any]] | None = None
@@ -74,14 +78,15 @@ class PlannedStep:
         if self._on_plan is not None:
             self._on_plan(plan)
         # Here, and not before the step, because measuring costs takes memory, too.
-        self._reset()
+        self._in_use = self._reset()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Take a step."""
         if not self._left:
             return self._function(*args, **kwargs)
-        if self._plan is not None:
-            self._reset()
+        self._grown = 0
+        if self._in_use is not None:
+            self._grown = max(0, self._reset() - self._in_use)
         try:
             result = self._function(*args, **kwargs)
         except BudgetError as e:
@@ -120,7 +125,8 @@ class PlannedStep:
             return
         # As much less as the prediction was wrong by; less than before in any case.
         last = plan.target if plan.target is not None else budget
-        wanted = min(budget - (peak - plan.predicted_peak), last - (peak - budget))
+        wrong = max(0, peak - plan.predicted_peak - self._grown)
+        wanted = min(budget - wrong, last - max(0, peak - budget - self._grown))
         if wanted <= 0:
             self._return_to_best("what it exceeds it by is more than the budget")
             return
@@ -131,6 +137,7 @@ class PlannedStep:
             format_bytes(wanted),
         )
         self._left = _STEPS
+        self._in_use = None
         self._function = self._make(Budget(bytes=wanted))
 
     def _return_to_best(self, why: str) -> None:
@@ -154,13 +161,17 @@ class PlannedStep:
         self._left = 0
         self._best = None
 
-    def _reset(self) -> None:
-        if self._left and self._device is not None:
-            try:
-                tf.config.experimental.reset_memory_stats(self._device)
-            except ValueError:
-                logger.info("%s does not track its memory: no calibration", self._device)
-                self._settle()
+    def _reset(self) -> int:
+        """Begin to look for a peak. Returns the bytes in use."""
+        if not self._left or self._device is None:
+            return 0
+        try:
+            tf.config.experimental.reset_memory_stats(self._device)
+            return int(tf.config.experimental.get_memory_info(self._device)["current"])
+        except ValueError:
+            logger.info("%s does not track its memory: no calibration", self._device)
+            self._settle()
+            return 0
 
     def _peak(self) -> int:
         """Bytes; 0 if unknown."""

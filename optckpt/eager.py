@@ -193,7 +193,7 @@ class TrainingStep:
             **self._options,
         ) as step:
             with tf.GradientTape(watch_accessed_variables=False) as tape:
-                tape.watch(variables)
+                tape.watch([_of_tensorflow(v) for v in variables])
                 output = self._fn(*args, **kwargs)
                 value = _value_of(output) if self._has_aux else output
                 loss = value
@@ -255,6 +255,11 @@ def _python_function(fn: Any, autograph: bool) -> Callable[..., Any]:
     status = tf.__internal__.autograph.control_status_ctx()
     converted: Callable[..., Any] = convert(inner, status, convert_by_default=True)
     return converted
+
+
+def _of_tensorflow(variable: Any) -> tf.Variable:
+    """The tf.Variable that a keras.Variable has as its value."""
+    return variable if callable(variable.value) else variable.value
 
 
 def _value_of(output: Any) -> Any:

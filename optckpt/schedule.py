@@ -168,7 +168,7 @@ class Plan:
             schedule=Schedule(_JSON.items(data, "schedule", WHOLE, "the plan")),
             certificate=_certificate(read("certificate", OBJECT)),
             source=_JSON.field(data, "source", _SOURCE, "the plan", "solved"),
-            calibrated=_calibrated(data),
+            calibrated=_JSON.items(data, "calibrated", WHOLE, "the plan", []),
         )
 
     def save(self, path: str | Path) -> None:
