@@ -289,12 +289,12 @@ def test_a_cycle_through_a_pair_that_may_be_merged_is_found() -> None:
     step.get_concrete_function(tf.ones([4, 16, 16, 4]))
     (c,) = found
     edit = backend._plan(c, Schedule.base(c.graph), "optckpt")
-    backend._check_acyclic(c, edit)
+    backend.check_acyclic(c, edit)
     conv, bias = next(u for u in c.units if len(u) == 2 and u[0].type == "Conv2D")
     cosine = next(u[0] for u in c.units if u[0].type == "Cos")
     edit.controls = [(conv, cosine), (cosine, bias)]
     with pytest.raises(RewriteError, match="cycle"):
-        backend._check_acyclic(c, edit)
+        backend.check_acyclic(c, edit)
 
 
 def test_no_two_operations_that_could_abort_have_equal_control_inputs() -> None:

@@ -2,7 +2,7 @@
 
 Re-executions become clones under one name scope, readers are redirected to the copy that is
 current in the schedule, and a chain of control edges keeps the executor to the order. The edit
-is planned and checked first (`_Edit`) and applied afterwards; nothing outside the graph changes.
+is planned and checked first (`Edit`) and applied afterwards; nothing outside the graph changes.
 """
 
 from __future__ import annotations
@@ -67,22 +67,15 @@ def rewrite(capture: Capture, schedule: Schedule, *, scope: str = "optckpt") -> 
         RewriteError: if the graph is finalized, or would get a cycle; it is unchanged then.
     """
     start = time.perf_counter()
-    simulate(capture.graph, schedule)
-    if capture.tf_graph.finalized:
-        raise RewriteError(
-            "the graph is finalized: call gradients before it is, or before a Session finalizes it"
-        )
+    check_can_rewrite(capture, schedule)
     edit = _plan(capture, schedule, scope)
-    _check_acyclic(capture, edit)
-    clones, edges = _apply(capture.tf_graph, edit)
+    check_acyclic(capture, edit)
+    clones, edges = apply_edit(capture.tf_graph, edit)
     executed = [(op, clone.original) for op, clone in zip(clones, edit.clones, strict=True)]
     _empty(capture, executed)
     copies = keep_orders(capture, executed, scope)
     chain = [clones[n] if isinstance(n, int) else n for group in edit.chain for n in group]
-    history = getattr(capture.tf_graph, HISTORY, None)
-    if history is None:
-        setattr(capture.tf_graph, HISTORY, history := [])
-    history.append(Past(tuple(chain), capture.outputs, capture.device, capture.whole))
+    remember(capture, chain)
     _protect(capture.tf_graph, [*chain, *copies])
     is_view = [c.is_view for c in edit.clones]
     report = RewriteReport(
@@ -106,6 +99,23 @@ def rewrite(capture: Capture, schedule: Schedule, *, scope: str = "optckpt") -> 
     return report
 
 
+def check_can_rewrite(capture: Capture, schedule: Schedule) -> None:
+    """Raise ScheduleError or RewriteError if the graph cannot be made to follow the schedule."""
+    simulate(capture.graph, schedule)
+    if capture.tf_graph.finalized:
+        raise RewriteError(
+            "the graph is finalized: call gradients before it is, or before a Session finalizes it"
+        )
+
+
+def remember(capture: Capture, chain: Iterable[tf.Operation]) -> None:
+    """Note in the graph that it executes `chain` in this order, for captures after this one."""
+    history = getattr(capture.tf_graph, HISTORY, None)
+    if history is None:
+        setattr(capture.tf_graph, HISTORY, history := [])
+    history.append(Past(tuple(chain), capture.outputs, capture.device, capture.whole))
+
+
 Node: TypeAlias = tf.Operation | int
 """An operation of the graph, or the index of a planned clone."""
 Source: TypeAlias = tf.Tensor | tuple[int, int]
@@ -113,7 +123,9 @@ Source: TypeAlias = tf.Tensor | tuple[int, int]
 
 
 @dataclass(slots=True)
-class _Clone:
+class Clone:
+    """A planned copy of an operation."""
+
     original: tf.Operation
     inputs: list[Source]
     name: str
@@ -122,10 +134,10 @@ class _Clone:
 
 
 @dataclass(slots=True)
-class _Edit:
+class Edit:
     """A planned edit."""
 
-    clones: list[_Clone] = field(default_factory=list)
+    clones: list[Clone] = field(default_factory=list)
     moves: list[tuple[tf.Operation, int, Source]] = field(default_factory=list)
     """(operation, input index, new source)"""
     controls: list[tuple[Node, Node]] = field(default_factory=list)
@@ -140,18 +152,18 @@ def _node(source: Source) -> Node:
     return source[0] if isinstance(source, tuple) else source.op
 
 
-def _plan(capture: Capture, schedule: Schedule, scope: str) -> _Edit:
-    edit = _Edit()
-    planner = _Planner(capture, edit, scope)
+def _plan(capture: Capture, schedule: Schedule, scope: str) -> Edit:
+    edit = Edit()
+    planner = Planner(capture, edit, scope)
     for u, count in schedule.steps():
         planner.execute(u, count)
     return edit
 
 
-class _Planner:
+class Planner:
     """Walks a schedule and keeps which copy of each buffer is the current one."""
 
-    def __init__(self, capture: Capture, edit: _Edit, scope: str) -> None:
+    def __init__(self, capture: Capture, edit: Edit, scope: str) -> None:
         self.capture = capture
         self.edit = edit
         self.scope = scope
@@ -196,7 +208,7 @@ class _Planner:
 
     def _clone(self, op: tf.Operation, inputs: list[Source], suffix: str, *, is_view: bool) -> int:
         name = f"{self.scope}/{op.name.removeprefix(self.scope + '/')}{suffix}"
-        self.edit.clones.append(_Clone(op, inputs, name, is_view))
+        self.edit.clones.append(Clone(op, inputs, name, is_view))
         return len(self.edit.clones) - 1
 
     def _current(self, tensor: tf.Tensor) -> Source:
@@ -275,7 +287,7 @@ def _overrides_gradient(op: tf.Operation) -> bool:
     return True
 
 
-def _check_acyclic(capture: Capture, edit: _Edit) -> None:
+def check_acyclic(capture: Capture, edit: Edit) -> None:
     """Raise RewriteError if the graph after `edit`, its units contracted, has a cycle."""
     members = capture.members
     index: dict[Node, int] = {op: i for i, op in enumerate(members)}
@@ -329,7 +341,7 @@ def _check_acyclic(capture: Capture, edit: _Edit) -> None:
         )
 
 
-def _apply(graph: tf.Graph, edit: _Edit) -> tuple[list[tf.Operation], int]:
+def apply_edit(graph: tf.Graph, edit: Edit) -> tuple[list[tf.Operation], int]:
     """Make the clones, redirect inputs, add control edges. Returns the clones, edges added."""
     clones: list[tf.Operation] = []
     known = changes(graph)
@@ -411,7 +423,7 @@ def _protect(graph: tf.Graph, chain: Sequence[tf.Operation]) -> None:
 
 def _make_clone(
     graph: tf.Graph,
-    clone: _Clone,
+    clone: Clone,
     inputs: Sequence[tf.Tensor],
     control: Sequence[tf.Operation],
 ) -> tf.Operation:
