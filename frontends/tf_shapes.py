@@ -43,6 +43,13 @@ _NOT_LARGER = words("""
     """)
 
 
+DECLARE = (
+    "declare the largest that will be used (section sizes of the configuration: batch, inputs; or "
+    "optckpt.sizes.at)"
+)
+"""Advice where the size of an input is not known."""
+
+
 def tensor_bytes(tensor: tf.Tensor) -> int | None:
     """Bytes of the tensor's data, or None where the static shape does not tell.
 
@@ -166,16 +173,16 @@ def unknown_size(tensor: tf.Tensor) -> CaptureError:
     head = f"the size of {tensor.name!r} ({tensor.op.type}, shape {shape}) is not known"
     inputs = [t for t in culprits if t.op.type in RESIDENT]
     if inputs:
-        named = ", ".join(f"{_argument(t.op)!r} has shape {t.shape}" for t in inputs[:4])
+        named = ", ".join(f"{argument_name(t.op)!r} has shape {t.shape}" for t in inputs[:4])
         return CaptureError(
-            f"{head}, because the input {named}; a plan needs fixed sizes: give the tf.function an "
-            "input_signature without None, call it with tensors of one batch size, or set "
-            "batch_size / drop_remainder=True on the data set"
+            f"{head}, because the input {named}; a plan needs sizes: {DECLARE}, give the "
+            "tf.function an input_signature without None, call it with tensors of one batch size, "
+            "or set batch_size / drop_remainder=True on the data set"
         )
     if culprits:
         t = culprits[0]
         advice = (
-            "set drop_remainder=True on the data set's batch()"
+            f"{DECLARE}, or set drop_remainder=True on the data set's batch()"
             if "Iterator" in t.op.type
             else "its size depends on the data; give it a fixed size (set_shape, tf.ensure_shape, "
             "or padding to a maximum)"
@@ -184,7 +191,8 @@ def unknown_size(tensor: tf.Tensor) -> CaptureError:
     return CaptureError(f"{head}; set its shape with tf.ensure_shape")
 
 
-def _argument(op: tf.Operation) -> str:
+def argument_name(op: tf.Operation) -> str:
+    """The name of an input as the user knows it: of the argument, if it is one."""
     try:
         return str(op.get_attr("_user_specified_name").decode())
     except ValueError:

@@ -90,6 +90,21 @@ def _check_size(value: Any) -> Any:
     raise ValueError(f'expected a number of bytes or a size such as "64KiB", got {value!r}')
 
 
+def _check_inputs(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"expected names of inputs with a shape each, got {value!r}")
+    for name, shape in value.items():
+        fits = isinstance(name, str) and isinstance(shape, list | tuple)
+        if not fits or not all(
+            n is None or (isinstance(n, int) and not isinstance(n, bool) and n >= 0) for n in shape
+        ):
+            raise ValueError(
+                f"the shape of {name!r} is to be a list of sizes (null: not declared) such as "
+                f"[64, 224, 224, 3], got {shape!r}"
+            )
+    return {name: tuple(shape) for name, shape in value.items()}
+
+
 CheckpointMode = Literal["memory", "speed", "collection"]
 # Validated by hand, because a plain union reports one error per alternative.
 BudgetValue = Annotated[
@@ -115,6 +130,19 @@ Cache = Annotated[
     Any,
     BeforeValidator(_check_cache),
     WithJsonSchema({"anyOf": [{"type": "boolean"}, {"type": "string"}]}),
+]
+InputShapes = Annotated[
+    Any,
+    BeforeValidator(_check_inputs),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "additionalProperties": {
+                "type": "array",
+                "items": {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "null"}]},
+            },
+        }
+    ),
 ]
 Size = Annotated[
     Any,
@@ -258,6 +286,26 @@ class MemoryConfig(Section):
     )
 
 
+class SizesConfig(Section):
+    """Sizes to plan for where a function is traced for any."""
+
+    batch: int | None = Field(
+        default=None,
+        ge=1,
+        description=(
+            "Size of the first dimension of all inputs in which it is unknown: the largest batch "
+            "that will be used. null: that of the call for which the function is traced."
+        ),
+    )
+    inputs: InputShapes = Field(
+        default_factory=dict,
+        description=(
+            "Shapes of inputs by the name of the argument, such as {images: [64, 224, 224, 3]}; "
+            "what the function knows itself is left as it is, and null leaves a dimension open."
+        ),
+    )
+
+
 class CompareConfig(Section):
     """What `optckpt compare` runs and how long it times."""
 
@@ -305,6 +353,9 @@ class Config(Section):
     solver: SolverConfig = Field(default_factory=SolverConfig, description="The solver's limits.")
     costs: CostsConfig = Field(default_factory=CostsConfig, description="Times of operations.")
     memory: MemoryConfig = Field(default_factory=MemoryConfig, description="The memory model.")
+    sizes: SizesConfig = Field(
+        default_factory=SizesConfig, description="Sizes where a function is traced for any."
+    )
     plans: PlansConfig = Field(default_factory=PlansConfig, description="Plans that are kept.")
     model: AnyModelParams = Field(
         default_factory=ResnetCifar10,

@@ -21,9 +21,11 @@ from optckpt.errors import CaptureError
 from optckpt.frontends.tensorflow import Capture, capture
 from optckpt.frontends.tf_devices import Devices
 from optckpt.frontends.tf_versions import VARIABLE_READS
+from optckpt.inline import inlined
 from optckpt.pipeline import apply
 from optckpt.request import Checkpoints, Request
 from optckpt.schedule import Plan
+from optckpt.sizes import of_inputs
 from optckpt.solvers.registry import Strategy
 from optckpt.xla import refuse_xla
 
@@ -53,6 +55,7 @@ def capture_gradients(ys: Any, gradients: Any, settings: Config) -> Capture:
         targets,
         count_from=settings.memory.count_from,
         chain_from=settings.memory.chain_from,
+        shapes=of_inputs(targets[0].graph, settings),
     )
     return found
 
@@ -130,7 +133,7 @@ def whole_step(
             "what runs: use optckpt.gradients or optckpt.patch there"
         )
     step = WholeStep(request, graph, thread, len(graph.get_operations()))
-    with _noticing(step):
+    with _noticing(step), inlined(lambda graph: _scope_of(graph) is step):
         yield step
     if step.gradients:
         _finish(step)
@@ -149,6 +152,7 @@ def _finish(step: WholeStep) -> None:
         early_updates=memory.updates == "early",
         count_from=memory.count_from,
         chain_from=memory.chain_from,
+        shapes=of_inputs(step.graph, step.request.settings),
     )
     apply(found, step.request)
 
