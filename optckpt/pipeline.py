@@ -53,7 +53,7 @@ def measure(
     options: dict[str, Any] = {"repeats": settings.costs.repeats, "progress": progress}
     if settings.costs.cache is not True:
         options["cache"] = settings.costs.cache or None
-    graph = costs.cost(found, settings.costs.model, **options)
+    graph = costs.cost(found.sized or found, settings.costs.model, **options)
     in_use = device.bytes_in_use(found.device) + sum(found.folded)
     return replace(graph, resident=max(graph.resident, in_use))
 
