@@ -22,7 +22,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import tensorflow as tf
-from tensorflow.python.ops import control_flow_util
 
 from optckpt.errors import CaptureError
 from optckpt.frontends.tf_build import CPU_COUNT_FROM, Build
@@ -75,6 +74,7 @@ def capture(
     keep: Sequence[tf.Tensor] = (),
     ends: Iterable[tf.Operation] | None = None,
     early_updates: bool = True,
+    plain_updates_last: bool = False,
     count_from: int | None = None,
     chain_from: int | None = None,
     live: Iterable[tf.Operation] | None = None,
@@ -93,6 +93,8 @@ def capture(
         early_updates: whether what comes after the gradients is done as soon as it can be: a
             variable is updated when its gradient is there and nothing needs the old value any
             more. Otherwise as the program has it, after all gradients.
+        plain_updates_last: whether, where nothing is rewritten, what comes after the gradients
+            waits for the last of them; see `Capture.plain`.
         count_from: allocator blocks below this many bytes count as nothing. Default: what the
             device does (256 KiB on CPU, nothing is left out on GPU), or 0 where less than half
             of the plain peak would be counted otherwise.
@@ -105,8 +107,8 @@ def capture(
             iterators return) to capture it at; see `optckpt.frontends.tf_shadow`.
 
     Raises:
-        CaptureError: if the graph is compiled by XLA, a tensor is of another graph, or the size
-            of a large tensor is unknown (says which argument or operation makes it so).
+        CaptureError: if a tensor is of another graph, or the size of a large tensor is unknown
+            (says which argument or operation makes it so).
     """
     _check(tf_graph, ys, gradients, keep)
     if shapes:
@@ -120,6 +122,7 @@ def capture(
             keep=sized.carried(keep),
             ends=None if ends is None else sized.carried(tuple(ends)),
             early_updates=early_updates,
+            plain_updates_last=plain_updates_last,
             count_from=count_from,
             chain_from=chain_from,
             live=None if live is None else sized.carried(tuple(live)),
@@ -145,14 +148,20 @@ def capture(
     outputs = tuple({id(t): t for t in (*ys, *held, *keep, *kept)}.values())
     sizes = Sizes(needed, chain_from, outputs)
     outside = outside_consumers(nodes, needed, forward, sizes, None if live is None else set(live))
-    order = execution_order(
-        needed | outside, forward, outside, sizes, after, early_updates=early_updates
-    )
+    among = needed | outside
+    order = execution_order(among, forward, outside, sizes, after, early_updates=early_updates)
     anchor = gradients[0].op._get_control_flow_context() if gradients else None
     built = Build(order, forward, outside, sizes, anchor, after).finish(
         tf_graph, outputs, count_from, name
     )
     built = replace(built, whole=ends is not None, follows=done[-1] if done else None)
+    if after and early_updates and plain_updates_last:
+        late = execution_order(among, forward, outside, sizes, after, early_updates=False)
+        place = {node.op: i for i, group in enumerate(late) for node in group}
+        units = range(len(built.units))
+        built = replace(
+            built, plain_order=tuple(sorted(units, key=lambda u: place[built.units[u][0]]))
+        )
     return with_orders(built, ys, gradients, nodes)
 
 
@@ -215,11 +224,6 @@ def _check(
                 f"tensor {getattr(t, 'name', t)!r} does not belong to the graph that is captured; "
                 "losses, variables and the call must be in one tf.function (or one tf.Graph)"
             )
-    if control_flow_util.GraphOrParentsInXlaContext(tf_graph):
-        raise CaptureError(
-            "this graph is compiled by XLA (jit_compile=True), which merges re-executed operations "
-            "with the originals, so that no memory would be saved; set jit_compile=False"
-        )
 
 
 def _text(name: str | bytes) -> str:

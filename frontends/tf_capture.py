@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import tensorflow as tf
 
+from optckpt.errors import GraphError
 from optckpt.frontends.tf_inner import Inside
 from optckpt.graph import TrainingGraph
 
@@ -75,6 +77,9 @@ class Capture:
     whole: bool = False
     """Whether this is a step with all its effects, after which nothing of it is in use but its
     outputs."""
+    plain_order: tuple[int, ...] | None = None
+    """The operations of the graph in the order in which they run where nothing is rewritten, if
+    that is another one."""
     follows: tf.Operation | None = None
     """The last operation of a whole step before this one in the same graph."""
     sized: Capture | None = None
@@ -90,7 +95,11 @@ class Capture:
         for u, buffers in more.items():
             op = operations[u]
             operations[u] = replace(op, reads=(*op.reads, *buffers))
-        return replace(graph, operations=tuple(operations))
+        plain = replace(graph, operations=tuple(operations))
+        if self.plain_order is not None:
+            with suppress(GraphError):
+                plain = plain.in_order(self.plain_order)
+        return plain
 
     def buffers_of(self, tensors: Iterable[tf.Tensor]) -> tuple[int, ...]:
         """The buffers that hold `tensors`; tensors that are always kept have none."""

@@ -248,6 +248,30 @@ class TrainingGraph:
             self, operations=tuple(replace(op, repeat_before=()) for op in self.operations)
         )
 
+    def in_order(self, order: Sequence[int]) -> TrainingGraph:
+        """This graph with another base order; `order[k]` is the operation at place k.
+
+        Buffers keep their numbers. O(operations + edges).
+
+        Raises:
+            GraphError: if `order` is no permutation, or an operation comes before one it needs.
+        """
+        n = len(self.operations)
+        if sorted(order) != list(range(n)):
+            raise GraphError(f"the order is no permutation of the graph's {n} operations")
+        place = [0] * n
+        for k, o in enumerate(order):
+            place[o] = k
+        operations = [
+            replace(
+                op,
+                after=tuple(sorted(place[a] for a in op.after)),
+                repeat_before=tuple(sorted(place[a] for a in op.repeat_before)),
+            )
+            for op in map(self.operations.__getitem__, order)
+        ]
+        return replace(self, operations=tuple(operations))
+
     def to_json(self) -> dict[str, Any]:
         """A JSON-able mapping that `from_json` reads back to an equal graph."""
         return {

@@ -141,8 +141,9 @@ def whole_step(
 
 def _finish(step: WholeStep) -> None:
     memory = step.request.settings.memory
-    if memory.updates == "early":
-        bypass_joins(step.graph.get_operations()[step.begin :], step.gradients)
+    joined = memory.updates == "early" and bypass_joins(
+        step.graph.get_operations()[step.begin :], step.gradients
+    )
     found = capture(
         step.graph,
         step.ys,
@@ -150,6 +151,7 @@ def _finish(step: WholeStep) -> None:
         keep=step.kept,
         ends=_effects(step),
         early_updates=memory.updates == "early",
+        plain_updates_last=bool(joined),
         count_from=memory.count_from,
         chain_from=memory.chain_from,
         shapes=of_inputs(step.graph, step.request.settings),

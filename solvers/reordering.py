@@ -3,38 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
-from optckpt.errors import GraphError
 from optckpt.graph import TrainingGraph
 from optckpt.schedule import Schedule
 
 
 def reorder(graph: TrainingGraph, order: Sequence[int]) -> TrainingGraph:
-    """`graph` with its operations in another base order; `order[k]` is the one at place k.
-
-    Buffers keep their numbers. O(operations + edges).
-
-    Raises:
-        GraphError: if `order` is no permutation, or an operation comes before one that it needs.
-    """
-    n = len(graph.operations)
-    if sorted(order) != list(range(n)):
-        raise GraphError(f"the order is no permutation of the graph's {n} operations")
-    place = [0] * n
-    for k, o in enumerate(order):
-        place[o] = k
-    operations = []
-    for o in order:
-        op = graph.operations[o]
-        operations.append(
-            replace(
-                op,
-                after=tuple(sorted(place[a] for a in op.after)),
-                repeat_before=tuple(sorted(place[a] for a in op.repeat_before)),
-            )
-        )
-    return replace(graph, operations=tuple(operations))
+    """`graph` with its operations in another base order; see `TrainingGraph.in_order`."""
+    return graph.in_order(order)
 
 
 def restore(schedule: Schedule, order: Sequence[int]) -> Schedule:
