@@ -147,7 +147,8 @@ def capture(
         held = [g for g in gradients if not any(nodes[c] in after for c in g.consumers())]
     outputs = tuple({id(t): t for t in (*ys, *held, *keep, *kept)}.values())
     sizes = Sizes(needed, chain_from, outputs)
-    outside = outside_consumers(nodes, needed, forward, sizes, None if live is None else set(live))
+    running = None if live is None else set(live)
+    outside = outside_consumers(nodes, needed, forward, sizes, running, device)
     among = needed | outside
     order = execution_order(among, forward, outside, sizes, after, early_updates=early_updates)
     anchor = gradients[0].op._get_control_flow_context() if gradients else None

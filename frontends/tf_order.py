@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from optckpt.errors import CaptureError
 from optckpt.frontends import tf_ops
+from optckpt.frontends.tf_devices import Devices
 from optckpt.frontends.tf_nodes import Node, Nodes, by_creation
 from optckpt.frontends.tf_shapes import Sizes
 from optckpt.frontends.tf_versions import VARIABLE_READS
@@ -23,11 +24,15 @@ def outside_consumers(
     forward: set[Node],
     sizes: Sizes,
     live: Collection[tf.Operation] | None,
+    device: str,
 ) -> set[Node]:
     """Operations that no gradient needs but that read a large tensor of the step, and theirs.
 
-    `live`: the operations that will run at all, if that is known.
+    `live`: the operations that will run at all, if that is known. `device`: that of the step; what
+    nobody in it reads may be there for others elsewhere (one operation gets the data of all
+    replicas).
     """
+    devices = Devices()
     first_backward = min((n.number for n in needed if n not in forward), default=None)
 
     def runs(node: Node) -> bool:
@@ -44,10 +49,13 @@ def outside_consumers(
             continue
         for t in node.outputs:
             if sizes.large(t):
-                for op in t.consumers():
-                    c = nodes[op]
+                readers = [nodes[op] for op in t.consumers()]
+                ours = any(c in needed for c in readers)
+                for c in readers:
                     new = c not in needed and c not in found
-                    if new and c.kind not in tf_ops.METADATA and runs(c):
+                    if not new or c.kind in tf_ops.METADATA or not runs(c):
+                        continue
+                    if ours or devices.of(c.op) == device:
                         found.add(c)
                         stack.append(c)
     # Their small inputs may come from operations that have not been looked at.

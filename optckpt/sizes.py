@@ -266,12 +266,14 @@ def _given(
                 found.setdefault(id(t), shape)
         for t, shape in zip(arguments, scope.positional, strict=False):
             found.setdefault(id(t), shape)
-        for group in (arguments, *groups):
+        # Beside the element, a function may have arguments of known size: counters, say.
+        for group in (arguments, [t for t in arguments if _is_open(t)], *groups):
             data = [t for t in group if _has_shape(t)]
-            if len(data) == len(scope.elements) and all(
-                _agree(t.shape, shape) for t, shape in zip(data, scope.elements, strict=True)
-            ):
-                for t, shape in zip(data, scope.elements, strict=True):
+            # A branch that gets the next element gets that of each replica.
+            count = len(data) // max(1, len(scope.elements))
+            shapes = scope.elements * count
+            if len(shapes) == len(data) and all(map(_agree, data, shapes)):
+                for t, shape in zip(data, shapes, strict=True):
                     found.setdefault(id(t), shape)
     return found
 
@@ -377,8 +379,8 @@ def _dims(tensor: tf.Tensor) -> list[int | None] | None:
     return None if tensor.shape.rank is None else tensor.shape.as_list()
 
 
-def _agree(a: tf.TensorShape, b: tf.TensorShape) -> bool:
-    return bool(a.is_compatible_with(b))
+def _agree(tensor: tf.Tensor, shape: tf.TensorShape) -> bool:
+    return bool(tensor.shape.is_compatible_with(shape))
 
 
 def _filled(
@@ -405,7 +407,7 @@ def _listed(shape: tf.TensorShape) -> list[int | None]:
 
 def _largest(tensor: tf.Tensor, shapes: Sequence[tf.TensorShape]) -> tf.TensorShape:
     """The largest size of each dimension among the shapes that `tensor` may have."""
-    fitting = [_listed(s) for s in shapes if s.rank is not None and _agree(tensor.shape, s)]
+    fitting = [_listed(s) for s in shapes if s.rank is not None and _agree(tensor, s)]
     if not fitting:
         return tf.TensorShape(None)
     if len({len(dims) for dims in fitting}) > 1:
