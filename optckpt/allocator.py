@@ -13,7 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from optckpt.graph import TrainingGraph
 from optckpt.schedule import Schedule
@@ -27,6 +27,14 @@ _MOST_SMALL = 8
 """So many small blocks of others are as large as the first region."""
 _STEPS = 3
 """Steps replayed; from the second on, the chunks left by the one before are there."""
+
+
+class Reporter(Protocol):
+    """What tells the peak that the device will report: a model of its allocator, or a compiler."""
+
+    def peak(self, graph: TrainingGraph, schedule: Schedule) -> int:
+        """Peak bytes in use during a step along `schedule`, resident bytes included."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

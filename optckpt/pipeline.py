@@ -10,12 +10,14 @@ from typing import Any
 import tensorflow as tf
 
 from optckpt import costs, device
-from optckpt.allocator import Allocator
+from optckpt.allocator import Allocator, Reporter
 from optckpt.backends.tensorflow import rewrite
+from optckpt.backends.xla_figures import XlaFigures
+from optckpt.backends.xla_ties import rewrite_for_xla
 from optckpt.budget import Budget, format_bytes
 from optckpt.config import Config
 from optckpt.costs.signature import environment
-from optckpt.errors import OptckptError
+from optckpt.errors import OptckptError, OverBudgetError
 from optckpt.frontends.tensorflow import Capture
 from optckpt.graph import TrainingGraph
 from optckpt.plan_cache import cache_for
@@ -24,6 +26,7 @@ from optckpt.request import Checkpoints, Request
 from optckpt.reuse import Problem, plan_once
 from optckpt.schedule import Plan
 from optckpt.solvers.registry import SolveOptions
+from optckpt.xla import is_compiled, refuse_marked
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +75,24 @@ def _allocator_now(found: Capture) -> Allocator | None:
     return replace(allocator, free=free, coming=found.folded)
 
 
+def _reporter(found: Capture, compiled: bool) -> Reporter | None:
+    allocator = _allocator_now(found)
+    return XlaFigures(found, allocator) if compiled else allocator
+
+
+def _check_compiled(plan: Plan) -> None:
+    """Raise OverBudgetError if XLA's step will exceed the budget: it has said so by itself."""
+    if plan.budget is not None and plan.predicted_peak > plan.budget:
+        raise OverBudgetError(
+            f"compiled by XLA (jit_compile=True) the step needs "
+            f"{format_bytes(plan.predicted_peak)} ({plan.predicted_peak} bytes) along the best "
+            f"schedule found, more than the budget of {format_bytes(plan.budget)} "
+            f"({plan.budget} bytes): raise the budget or set jit_compile=False, with which the "
+            f"tensors need {format_bytes(plan.live_peak)}",
+            peak=plan.predicted_peak,
+        )
+
+
 def apply(found: Capture, request: Request) -> Plan:
     """Plan the captured step as requested and rewrite its graph.
 
@@ -80,6 +101,8 @@ def apply(found: Capture, request: Request) -> Plan:
     """
     begin = time.perf_counter()
     settings, plan, budget = request.settings, request.plan, request.budget
+    refuse_marked(found)
+    compiled = is_compiled(found.tf_graph)
     if budget is None and request.max_overhead is None and request.strategy == "optimal":
         budget = Budget(bytes=device.memory_limit(found.device))
     if plan is None:
@@ -91,16 +114,18 @@ def apply(found: Capture, request: Request) -> Plan:
             strategy=request.strategy,
             options=_solve_options(settings, found, request.checkpoints),
             margin=settings.memory.margin,
-            allocator=_allocator_now(found),
-            plain_graph=found.plain(graph),
+            allocator=_reporter(found, compiled),
+            plain_graph=graph if compiled else found.plain(graph),
             max_overhead=request.max_overhead,
-            reorder=settings.solver.order == "auto",
+            # XLA orders by itself.
+            reorder=settings.solver.order == "auto" and not compiled,
             repeat=settings.solver.repeat,
             surroundings={
                 **environment(found.device),
                 "costs": settings.costs.model,
                 "count_from": found.count_from,
                 "chain_from": found.chain_from,
+                "compiled": compiled,
             },
             limit_of_device=budget is not request.budget,
         )
@@ -108,8 +133,15 @@ def apply(found: Capture, request: Request) -> Plan:
     else:
         measured = begin
         plan.check_graph(found.graph)
+        if compiled:
+            in_use = max(found.graph.resident, device.bytes_in_use(found.device))
+            figures = XlaFigures(found, _allocator_now(found))
+            peak = figures.peak(replace(found.graph, resident=in_use), plan.schedule)
+            plan = replace(plan, predicted_peak=peak)
+    if compiled:
+        _check_compiled(plan)
     solved = time.perf_counter()
-    report = rewrite(found, plan.schedule)
+    report = (rewrite_for_xla if compiled else rewrite)(found, plan.schedule)
     logger.info(
         "%s: budget %s, floor %s, plain peak %s, predicted peak %s, overhead %.2f %%, gap %s, "
         "%d clones; measure %.2f s, solve %.2f s, rewrite %.2f s",

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Literal
 
-from optckpt.allocator import Allocator
+from optckpt.allocator import Reporter
 from optckpt.budget import Budget, format_bytes
 from optckpt.errors import BudgetError, InfeasibleBudgetError, OverBudgetError
 from optckpt.graph import TrainingGraph
@@ -34,7 +34,7 @@ def make_plan(
     options: SolveOptions | None = None,
     *,
     margin: float = 0.0,
-    allocator: Allocator | None = None,
+    allocator: Reporter | None = None,
     plain_graph: TrainingGraph | None = None,
     max_overhead: float | None = None,
     reorder: bool = False,
@@ -173,14 +173,14 @@ class Judged:
     overhead: float
 
 
-def judge(graph: TrainingGraph, schedule: Schedule, allocator: Allocator | None) -> Judged:
+def judge(graph: TrainingGraph, schedule: Schedule, allocator: Reporter | None) -> Judged:
     """Judge a schedule as `make_plan` does. Raises ScheduleError if it cannot be executed."""
     result = simulate(graph, schedule)
     reported = 0 if allocator is None else allocator.peak(graph, schedule)
     return Judged(result.peak, max(result.peak, reported), result.overhead)
 
 
-def plain_peak(graph: TrainingGraph, allocator: Allocator | None = None) -> int:
+def plain_peak(graph: TrainingGraph, allocator: Reporter | None = None) -> int:
     """Peak bytes of the plain step, resident included, as `make_plan` predicts it."""
     return judge(graph, Schedule.base(graph), allocator).reported
 
@@ -193,7 +193,7 @@ class _Search:
     strategy: str | Strategy
     options: SolveOptions
     margin: float
-    allocator: Allocator | None
+    allocator: Reporter | None
     plain: Judged
     reorder: bool
 

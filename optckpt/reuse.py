@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import optckpt
-from optckpt.allocator import Allocator
+from optckpt.allocator import Reporter
 from optckpt.budget import Budget, format_bytes
 from optckpt.errors import ScheduleError
 from optckpt.graph import TrainingGraph
@@ -45,7 +45,7 @@ class Problem:
     strategy: str | Strategy
     options: SolveOptions
     margin: float
-    allocator: Allocator | None
+    allocator: Reporter | None
     plain_graph: TrainingGraph
     max_overhead: float | None
     reorder: bool

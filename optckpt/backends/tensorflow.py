@@ -17,6 +17,7 @@ import tensorflow as tf
 from tensorflow.python.framework import ops
 
 from optckpt.backends.sums import keep_orders
+from optckpt.backends.xla_guards import bar_xla
 from optckpt.errors import RewriteError
 from optckpt.frontends import tf_ops
 from optckpt.frontends.tensorflow import HISTORY, Capture, Past, no_garbage_collection
@@ -77,6 +78,7 @@ def rewrite(capture: Capture, schedule: Schedule, *, scope: str = "optckpt") -> 
     chain = [clones[n] if isinstance(n, int) else n for group in edit.chain for n in group]
     remember(capture, chain)
     _protect(capture.tf_graph, [*chain, *copies])
+    bar_xla(capture.tf_graph, scope)
     is_view = [c.is_view for c in edit.clones]
     report = RewriteReport(
         clones=tuple(c for c, v in zip(clones, is_view, strict=True) if not v),

@@ -28,6 +28,7 @@ from optckpt.backends.tensorflow import (
     check_can_rewrite,
     remember,
 )
+from optckpt.backends.xla_guards import require_xla
 from optckpt.frontends import tf_ops
 from optckpt.frontends.tensorflow import Capture, no_garbage_collection
 from optckpt.frontends.tf_traced import changes
@@ -109,6 +110,7 @@ def rewrite_for_xla(
     clones, ties = apply_ties(capture.tf_graph, tied, scope)
     chain = [clones[n] if isinstance(n, int) else n for group in tied.edit.chain for n in group]
     remember(capture, chain)
+    require_xla(capture.tf_graph, scope)
     is_view = [c.is_view for c in tied.edit.clones]
     log.debug("%d clones in %d runs, %d ties", len(clones), len(tied.evidence), ties)
     return RewriteReport(
