@@ -17,6 +17,7 @@ from optckpt.backends.xla_ties import rewrite_for_xla
 from optckpt.budget import Budget, format_bytes
 from optckpt.config import Config
 from optckpt.costs.signature import environment
+from optckpt.distribute import workers
 from optckpt.errors import OptckptError, OverBudgetError
 from optckpt.frontends.tensorflow import Capture
 from optckpt.graph import TrainingGraph
@@ -129,7 +130,7 @@ def apply(found: Capture, request: Request) -> Plan:
             },
             limit_of_device=budget is not request.budget,
         )
-        plan = check_fits(plan_once(problem, cache_for(settings.plans.cache)))
+        plan = check_fits(plan_once(problem, cache_for(settings.plans.cache), workers()))
     else:
         measured = begin
         plan.check_graph(found.graph)

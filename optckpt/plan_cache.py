@@ -118,14 +118,21 @@ class PlanCache:
                 if users > 1:
                     self._solving[key] = (lock, users - 1)
 
-    def get(self, asked: Asked) -> StoredPlan | None:
-        """The plan that was stored for what is asked, or None."""
+    def recall(self, asked: Asked) -> StoredPlan | None:
+        """The plan that this process has got or put for what is asked, or None."""
         key = asked.key
         with self._lock:
             known = self._memory.get(key)
             if known is not None:
                 self._memory.move_to_end(key)
-                return known
+            return known
+
+    def get(self, asked: Asked) -> StoredPlan | None:
+        """The plan that was stored for what is asked, or None."""
+        known = self.recall(asked)
+        if known is not None:
+            return known
+        key = asked.key
         path = self._path(key)
         if path is None:
             return None
@@ -155,7 +162,7 @@ class PlanCache:
             return
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            _write(path, _text_of(stored))
+            _write(path, to_text(stored))
             _prune(path.parent)
         except OSError as error:
             self._disable(error)
@@ -250,7 +257,8 @@ def _checksum(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(_canonical(content).encode()).hexdigest()
 
 
-def _text_of(stored: StoredPlan) -> str:
+def to_text(stored: StoredPlan) -> str:
+    """The plan as it stands in a file."""
     content = {
         "asked": dict(stored.asked.fields),
         "made_at": stored.made_at,
@@ -264,29 +272,34 @@ def _text_of(stored: StoredPlan) -> str:
     )
 
 
+def from_text(text: str) -> StoredPlan:
+    """Read what `to_text` wrote. Raises PlanError."""
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as e:
+        raise PlanError(str(e)) from None
+    if not isinstance(data, dict):
+        raise PlanError("the top level is not an object")
+    _JSON.header(data, FORMAT, VERSION)
+    content = _JSON.field(data, "content", OBJECT, "the file")
+    if _JSON.field(data, "checksum", TEXT, "the file") != _checksum(content):
+        raise PlanError("the checksum is wrong")
+    where = "the content"
+    return StoredPlan(
+        asked=Asked(_JSON.field(content, "asked", OBJECT, where)),
+        plan=Plan.from_json(_JSON.field(content, "plan", OBJECT, where)),
+        seconds=tuple(map(float, _JSON.items(content, "seconds", NUMBER, where))),
+        workspace=_JSON.items(content, "workspace", WHOLE, where),
+        resident=_JSON.field(content, "resident", WHOLE, where),
+        made_at=float(_JSON.field(content, "made_at", NUMBER, where)),
+    )
+
+
 def _read(path: Path) -> StoredPlan:
     """Raises PlanError naming the file, or OSError."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as e:
-        raise PlanError(f"{path} cannot be read: {e}") from None
-    try:
-        if not isinstance(data, dict):
-            raise PlanError("the top level is not an object")
-        _JSON.header(data, FORMAT, VERSION)
-        content = _JSON.field(data, "content", OBJECT, "the file")
-        if _JSON.field(data, "checksum", TEXT, "the file") != _checksum(content):
-            raise PlanError("the checksum is wrong")
-        where = "the content"
-        return StoredPlan(
-            asked=Asked(_JSON.field(content, "asked", OBJECT, where)),
-            plan=Plan.from_json(_JSON.field(content, "plan", OBJECT, where)),
-            seconds=tuple(map(float, _JSON.items(content, "seconds", NUMBER, where))),
-            workspace=_JSON.items(content, "workspace", WHOLE, where),
-            resident=_JSON.field(content, "resident", WHOLE, where),
-            made_at=float(_JSON.field(content, "made_at", NUMBER, where)),
-        )
-    except PlanError as e:
+        return from_text(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, PlanError) as e:
         raise PlanError(f"{path}: {e}") from None
 
 

@@ -10,17 +10,18 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import optckpt
 from optckpt.allocator import Reporter
 from optckpt.budget import Budget, format_bytes
-from optckpt.errors import ScheduleError
+from optckpt.errors import PlanError, ScheduleError
 from optckpt.graph import TrainingGraph
 from optckpt.interruption import interruption
-from optckpt.plan_cache import Asked, PlanCache, StoredPlan
+from optckpt.plan_cache import Asked, PlanCache, StoredPlan, from_text, to_text
 from optckpt.planner import Judged, Repeat, judge, make_plan, plain_peak, widest
 from optckpt.schedule import Certificate, Plan, Schedule
 from optckpt.solvers import registry
@@ -31,6 +32,8 @@ logger = logging.getLogger("optckpt.reuse")
 
 _SPARE = 0.05
 """Share of the budget: so much more room than the plan was made for is worth another search."""
+_LONGER, _MORE = 2.0, 60.0
+"""Time limits of the solver, and seconds, for which the chief's plan is waited for."""
 _DEARER, _MUCH_DEARER = 0.01, 1.25
 """Costs that have changed may make a plan so much dearer, and by this factor, before it is solved
 again."""
@@ -105,43 +108,96 @@ class Problem:
         )
 
 
-def plan_once(problem: Problem, cache: PlanCache) -> Plan:
+class Peers(Protocol):
+    """Other processes that plan the same step at the same time; see `optckpt.distribute`."""
+
+    @property
+    def is_chief(self) -> bool: ...
+
+    def publishing(self, key: str) -> AbstractContextManager[Callable[[str], None]]: ...
+
+    def receive(self, key: str, seconds: float) -> str | None: ...
+
+
+def plan_once(problem: Problem, cache: PlanCache, peers: Peers | None = None) -> Plan:
     """The plan of `problem`: from the cache if it is still good, else solved and stored there.
+
+    With `peers`, the chief's plan, wherever the chief has it from, if it fits here as well.
 
     Raises as `optckpt.planner.make_plan`.
     """
     asked = problem.asked
     if asked is None:
+        if peers is not None:
+            logger.warning("strategies of your own are run by each worker for itself")
         return problem.solve()
     with cache.one_at_a_time(asked):
-        stored = cache.get(asked)
-        if stored is None:
-            return _solve(problem, asked, cache)
-        plan, remark = again(stored, problem)
-        age = format_age(time.time() - stored.made_at)
-        if plan is not None:
-            logger.info("the plan of %s ago is used again: %s", age, remark)
-            return plan
-        logger.info("the plan of %s ago is not used again: %s; solving", age, remark)
-        return _solve(problem, asked, cache, stored.plan.schedule)
+        if peers is None:
+            return _own_plan(problem, asked, cache)
+        known = cache.recall(asked)
+        if known is not None and again(known, problem)[0] is not None:
+            return _own_plan(problem, asked, cache)
+        if peers.is_chief:
+            with peers.publishing(_shared_key(asked)) as publish:
+                plan = _own_plan(problem, asked, cache)
+                publish(to_text(_stored(problem, asked, plan)))
+                return plan
+        text = peers.receive(_shared_key(asked), _LONGER * problem.options.time_limit + _MORE)
+        if text is not None:
+            try:
+                chiefs = replace(from_text(text), asked=asked)
+                found, remark = again(chiefs, problem, critical=False)
+            except PlanError as e:
+                found, remark = None, str(e)
+            if found is not None:
+                logger.info("the chief's plan is used: %s", remark)
+                cache.put(chiefs)
+                return found
+            logger.warning(
+                "the chief's plan is not used, and this worker has one of its own: %s", remark
+            )
+        return _own_plan(problem, asked, cache)
+
+
+def _shared_key(asked: Asked) -> str:
+    """Equal for workers that ask for the same on different machines."""
+    surroundings = dict(asked.fields["surroundings"])
+    for name in ("hardware", "threads"):
+        surroundings.pop(name, None)
+    return Asked({**asked.fields, "surroundings": surroundings}).key
+
+
+def _own_plan(problem: Problem, asked: Asked, cache: PlanCache) -> Plan:
+    stored = cache.get(asked)
+    if stored is None:
+        return _solve(problem, asked, cache)
+    plan, remark = again(stored, problem)
+    age = format_age(time.time() - stored.made_at)
+    if plan is not None:
+        logger.info("the plan of %s ago is used again: %s", age, remark)
+        return plan
+    logger.info("the plan of %s ago is not used again: %s; solving", age, remark)
+    return _solve(problem, asked, cache, stored.plan.schedule)
 
 
 def _solve(problem: Problem, asked: Asked, cache: PlanCache, start: Schedule | None = None) -> Plan:
     plan, hurried = _solved(problem, start)
     # What did not fit is refused, and what was cut short can be done better.
     if not hurried and (plan.budget is None or plan.live_peak <= plan.budget):
-        operations = problem.graph.operations
-        cache.put(
-            StoredPlan(
-                asked=asked,
-                plan=plan,
-                seconds=tuple(op.seconds for op in operations),
-                workspace=tuple(op.workspace for op in operations),
-                resident=problem.graph.resident,
-                made_at=time.time(),
-            )
-        )
+        cache.put(_stored(problem, asked, plan))
     return plan
+
+
+def _stored(problem: Problem, asked: Asked, plan: Plan) -> StoredPlan:
+    operations = problem.graph.operations
+    return StoredPlan(
+        asked=asked,
+        plan=plan,
+        seconds=tuple(op.seconds for op in operations),
+        workspace=tuple(op.workspace for op in operations),
+        resident=problem.graph.resident,
+        made_at=time.time(),
+    )
 
 
 def _solved(problem: Problem, start: Schedule | None) -> tuple[Plan, bool]:
@@ -152,8 +208,13 @@ def _solved(problem: Problem, start: Schedule | None) -> tuple[Plan, bool]:
         return problem.solve(start), was_interrupted()
 
 
-def again(stored: StoredPlan, problem: Problem) -> tuple[Plan | None, str]:
+def again(
+    stored: StoredPlan, problem: Problem, *, critical: bool = True
+) -> tuple[Plan | None, str]:
     """The stored plan for the step as it is now, and a remark; None if it had better be solved.
+
+    Unless `critical`, a plan that fits is good enough, however much better it could be by now; and
+    a budget that is a share of the plain peak leaves at least as much as when the plan was made.
 
     Peaks, overhead and floor are those of the present graph and allocator. The certificate stays
     valid: see `_certificate`.
@@ -167,7 +228,12 @@ def again(stored: StoredPlan, problem: Problem) -> tuple[Plan | None, str]:
         return None, f"it cannot be executed ({e})"
     peak = plain_peak(problem.plain_graph, problem.allocator)
     limit = None if problem.budget is None else problem.budget.resolve(peak)
-    objection = _objection(old, judged, limit, problem)
+    if not critical and problem.budget is not None and problem.budget.bytes is None:
+        assert limit is not None
+        limit = max(limit, (old.budget or 0) + graph.resident - stored.resident)
+    objection = _misfit(old, judged, limit, problem)
+    if objection is None and critical:
+        objection = _waste(old, judged, limit, problem)
     if objection is not None:
         return None, objection
     certificate, target, remark = _certificate(stored, judged, problem)
@@ -189,13 +255,9 @@ def again(stored: StoredPlan, problem: Problem) -> tuple[Plan | None, str]:
     return plan, remark
 
 
-def _objection(old: Plan, judged: Judged, limit: int | None, problem: Problem) -> str | None:
-    """Why the step as it is now had better be solved again."""
-    if problem.max_overhead is not None:
-        if judged.overhead > problem.max_overhead + 1e-9:
-            return f"it now takes {100 * judged.overhead:.2f} % more time"
-        return None
-    if judged.overhead > _MUCH_DEARER * old.overhead + _DEARER:
+def _misfit(old: Plan, judged: Judged, limit: int | None, problem: Problem) -> str | None:
+    """Why the plan is not what was asked for any more."""
+    if problem.max_overhead is not None and judged.overhead > problem.max_overhead + 1e-9:
         return f"it now takes {100 * judged.overhead:.2f} % more time"
     if limit is None or old.budget is None:
         return None
@@ -203,6 +265,15 @@ def _objection(old: Plan, judged: Judged, limit: int | None, problem: Problem) -
     allowed = limit * max(1 - problem.margin / 2, old.predicted_peak / old.budget)
     if judged.live > limit or judged.reported > allowed:
         return f"it now needs {format_bytes(judged.reported)} of {format_bytes(limit)}"
+    return None
+
+
+def _waste(old: Plan, judged: Judged, limit: int | None, problem: Problem) -> str | None:
+    """Why another search is likely to find a better plan."""
+    if judged.overhead > _MUCH_DEARER * old.overhead + _DEARER:
+        return f"it now takes {100 * judged.overhead:.2f} % more time"
+    if limit is None or old.budget is None:
+        return None
     unused = limit - judged.reported - max(0, old.budget - old.predicted_peak)
     if judged.overhead > problem.options.gap and unused > _SPARE * limit:
         return f"there are {format_bytes(unused)} more than it was made for"
