@@ -27,11 +27,15 @@ from optckpt.schedule import Certificate, Plan, Schedule
 from optckpt.solvers import registry
 from optckpt.solvers.floor import proven_floor
 from optckpt.solvers.registry import Order, SolveOptions, Strategy
+from optckpt.warm import memory
 
 logger = logging.getLogger("optckpt.reuse")
 
 _SPARE = 0.05
 """Share of the budget: so much more room than the plan was made for is worth another search."""
+_SHORT, _HARDLY_MORE = 0.1, 1.1
+"""Share of the time limit for a step that resembles one planned before, whose schedule costs here
+at most so many times what it does there."""
 _LONGER, _MORE = 2.0, 60.0
 """Time limits of the solver, and seconds, for which the chief's plan is waited for."""
 _DEARER, _MUCH_DEARER = 0.01, 1.25
@@ -132,31 +136,37 @@ def plan_once(problem: Problem, cache: PlanCache, peers: Peers | None = None) ->
             logger.warning("strategies of your own are run by each worker for itself")
         return problem.solve()
     with cache.one_at_a_time(asked):
-        if peers is None:
-            return _own_plan(problem, asked, cache)
-        known = cache.recall(asked)
-        if known is not None and again(known, problem)[0] is not None:
-            return _own_plan(problem, asked, cache)
-        if peers.is_chief:
-            with peers.publishing(_shared_key(asked)) as publish:
-                plan = _own_plan(problem, asked, cache)
-                publish(to_text(_stored(problem, asked, plan)))
-                return plan
-        text = peers.receive(_shared_key(asked), _LONGER * problem.options.time_limit + _MORE)
-        if text is not None:
-            try:
-                chiefs = replace(from_text(text), asked=asked)
-                found, remark = again(chiefs, problem, critical=False)
-            except PlanError as e:
-                found, remark = None, str(e)
-            if found is not None:
-                logger.info("the chief's plan is used: %s", remark)
-                cache.put(chiefs)
-                return found
-            logger.warning(
-                "the chief's plan is not used, and this worker has one of its own: %s", remark
-            )
+        plan = _plan(problem, asked, cache, peers)
+    memory.remember(problem.graph, plan.schedule, plan.overhead)
+    return plan
+
+
+def _plan(problem: Problem, asked: Asked, cache: PlanCache, peers: Peers | None) -> Plan:
+    if peers is None:
         return _own_plan(problem, asked, cache)
+    known = cache.recall(asked)
+    if known is not None and again(known, problem)[0] is not None:
+        return _own_plan(problem, asked, cache)
+    if peers.is_chief:
+        with peers.publishing(_shared_key(asked)) as publish:
+            plan = _own_plan(problem, asked, cache)
+            publish(to_text(_stored(problem, asked, plan)))
+            return plan
+    text = peers.receive(_shared_key(asked), _LONGER * problem.options.time_limit + _MORE)
+    if text is not None:
+        try:
+            chiefs = replace(from_text(text), asked=asked)
+            found, remark = again(chiefs, problem, critical=False)
+        except PlanError as e:
+            found, remark = None, str(e)
+        if found is not None:
+            logger.info("the chief's plan is used: %s", remark)
+            cache.put(chiefs)
+            return found
+        logger.warning(
+            "the chief's plan is not used, and this worker has one of its own: %s", remark
+        )
+    return _own_plan(problem, asked, cache)
 
 
 def _shared_key(asked: Asked) -> str:
@@ -170,7 +180,7 @@ def _shared_key(asked: Asked) -> str:
 def _own_plan(problem: Problem, asked: Asked, cache: PlanCache) -> Plan:
     stored = cache.get(asked)
     if stored is None:
-        return _solve(problem, asked, cache)
+        return _solve(_warmed(problem), asked, cache)
     plan, remark = again(stored, problem)
     age = format_age(time.time() - stored.made_at)
     if plan is not None:
@@ -186,6 +196,30 @@ def _solve(problem: Problem, asked: Asked, cache: PlanCache, start: Schedule | N
     if not hurried and (plan.budget is None or plan.live_peak <= plan.budget):
         cache.put(_stored(problem, asked, plan))
     return plan
+
+
+def _warmed(problem: Problem) -> Problem:
+    """`problem`, with the schedule of a step that resembles it to begin from, if there is one.
+
+    If that fits as it is, and costs hardly more than it did there (the last batch of an epoch,
+    which is smaller), little is to be gained by a long search.
+    """
+    start = memory.start(problem.graph)
+    if start is None:
+        return problem
+    options = replace(problem.options, start=start.schedule)
+    if problem.budget is not None:
+        judged = judge(problem.graph, start.schedule, problem.allocator)
+        limit = problem.budget.resolve(plain_peak(problem.plain_graph, problem.allocator))
+        fits = judged.reported <= limit - int(problem.margin * limit)
+        if fits and judged.overhead <= _HARDLY_MORE * start.overhead + problem.options.gap:
+            options = replace(options, time_limit=_SHORT * options.time_limit)
+            logger.info(
+                "a step like this one was planned before; its schedule fits with an overhead of "
+                "%.2f %%, and the search for a better one is a short one",
+                100 * judged.overhead,
+            )
+    return replace(problem, options=options)
 
 
 def _stored(problem: Problem, asked: Asked, plan: Plan) -> StoredPlan:
