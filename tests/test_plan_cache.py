@@ -185,14 +185,15 @@ def test_what_cannot_be_met_is_not_kept(cache):
 
 
 def test_least_memory_for_a_price_is_kept(cache, solves):
-    ask = problem(GRAPH, None, max_overhead=0.2)
+    quick = SolveOptions(time_limit=1.0, gap=0.05, threads=1)
+    ask = problem(GRAPH, None, max_overhead=0.2, options=quick)
     first = plan_once(ask, cache)
     assert plan_once(ask, restarted(cache)) == replace(first, source="cache")
     dear = GRAPH.with_costs(
         [op.seconds * (5 if op.forward else 1) for op in GRAPH.operations],
         [op.workspace for op in GRAPH.operations],
     )
-    dearer = plan_once(problem(dear, None, max_overhead=0.2), cache)
+    dearer = plan_once(replace(ask, graph=dear, plain_graph=dear), cache)
     assert dearer.source == "solved"
     assert dearer.overhead <= 0.2
     assert len(solves) == 2
@@ -456,7 +457,7 @@ for i in range(60):
     asked = Asked({"number": i % 7})
     PlanCache(folder).put(StoredPlan(asked, plan, seconds, (0,) * len(seconds), 0, 1.0))
     found = PlanCache(folder).get(asked)
-    assert found is not None and found.plan == plan
+    assert found is not None and found.plan.schedule == plan.schedule
 """
 
 
@@ -493,7 +494,7 @@ def test_folders_and_settings(tmp_path, monkeypatch):
 def traced(folder: Path, layers: int = 8) -> optckpt.Plan:
     """Trace a step anew; its plan."""
     config = Config.model_validate(
-        {"costs": {"model": "flops"}, "plans": {"cache": str(folder)}, "memory": {"margin": 0.0}}
+        {"costs": {"model": "flops"}, "plans": {"cache": str(folder)}, "strategy": "chen_greedy"}
     )
     rng = np.random.default_rng(0)
     ws = [tf.Variable(rng.normal(size=(64, 64)).astype(np.float32)) for _ in range(layers)]
