@@ -224,7 +224,8 @@ class Solve:
             self.cancel()
             raise
         if reply is None:
-            logger.warning("a solver overran its time limit and was stopped")
+            # The certificate says what was reached; there is nothing a person could do.
+            logger.info("a solver overran its time limit and was stopped")
             self.cancel()
             return MipResult("unknown", None, -INFINITY)
         with _lock:
