@@ -322,30 +322,6 @@ class TestRefusals:
         with pytest.raises(CaptureError, match=r"tf\.function"):
             optckpt.gradients(mlp(X, ws), ws, budget="80%")
 
-    def test_jit_compile(self):
-        ws = weights()
-
-        @tf.function(jit_compile=True)
-        def compiled_step():
-            return optckpt.gradients(mlp(X, ws), ws, budget="80%", config=FLOPS)
-
-        with pytest.raises(CaptureError, match=r"compiled_step.*jit_compile=False"):
-            compiled_step()
-
-    def test_inner_function_of_a_compiled_one(self):
-        ws = weights()
-
-        @tf.function
-        def inner():
-            return optckpt.gradients(mlp(X, ws), ws, budget="80%", config=FLOPS)
-
-        @tf.function(jit_compile=True)
-        def outer():
-            return inner()
-
-        with pytest.raises(CaptureError, match="outer"):
-            outer()
-
     def test_unknown_batch_size_names_the_argument(self):
         ws = weights()
 

@@ -668,12 +668,6 @@ def test_tensors_of_another_graph_and_eager_tensors_are_refused() -> None:
         capture(graph, [], [x])
 
 
-def test_xla_is_refused() -> None:
-    w = weight(64, 64)
-    step = capturing(lambda x: tf.reduce_sum(tf.tanh(x @ w)), w)
-    assert "jit_compile" in error_of(step, tf.ones([64, 64]), jit_compile=True)
-
-
 def test_a_tensorflow_1_graph_with_loops_and_reference_variables() -> None:
     with tf.Graph().as_default() as graph:
         tf.compat.v1.disable_control_flow_v2()

@@ -247,13 +247,18 @@ class _TyingPlanner(Planner):
         """
         capture = self.capture
         operations = capture.graph.operations
-        units = [u for u in self._before if not operations[u].forward] or self._before[-1:]
+        units = [u for u in self._before if not operations[u].forward]
+        if not any(map(self._results, units)):
+            units = [u for u in self._before if self._results(u)][-1:]
         read = {b for u in units for b in operations[u].reads}
+        return [capture.tensors[b] for u in units for b in self._results(u) if b not in read]
+
+    def _results(self, u: int) -> list[int]:
+        """The buffers that a unit writes and that have an element to look at."""
         return [
-            capture.tensors[b]
-            for u in units
-            for b in operations[u].writes
-            if b not in read and _has_elements(capture.tensors[b])
+            b
+            for b in self.capture.graph.operations[u].writes
+            if _has_elements(self.capture.tensors[b])
         ]
 
 
