@@ -37,12 +37,21 @@ by_creation = attrgetter("number")
 """Sort key."""
 
 
+GIVEN = "Placeholder"
+"""Kind of a node whose operation has been done before: its outputs are like arguments."""
+
+
 class Nodes(dict[tf.Operation, Node]):
     """The node of each operation of a graph, made when first asked for."""
 
     def __missing__(self, op: tf.Operation) -> Node:
         node = self[op] = Node(op)
         return node
+
+    def give(self, op: tf.Operation) -> None:
+        """Take what `op` computes as given, and do not look at what it is computed from."""
+        node = self[op]
+        node.kind, node.inputs, node.makers, node.control_inputs = GIVEN, (), (), ()
 
     def ancestors(self, roots: Iterable[tf.Operation], seen: Iterable[Node] = ()) -> set[Node]:
         """`seen`, and `roots` with all they depend on by data and control edges.
@@ -54,6 +63,8 @@ class Nodes(dict[tf.Operation, Node]):
         found.update(stack)
         while stack:
             node = stack.pop()
+            if node.kind == GIVEN:
+                continue
             node.makers = [self[t.op] for t in node.inputs]
             node.control_inputs = [self[p] for p in node.op.control_inputs]
             for before in (node.makers, node.control_inputs):

@@ -6,7 +6,7 @@ keeps the old memory: the assignment puts the new value elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import tensorflow as tf
 
@@ -17,6 +17,49 @@ VARIABLE_READS = tf_ops.words("""
     ReadVariableOp _ReadVariablesOp ResourceGather ResourceGatherNd VariableShape VarIsInitializedOp
     """)
 """Operations that take a variable's handle and leave the variable as it is."""
+
+
+def earlier_writers(needed: Collection[Node], among: Collection[Node]) -> list[tf.Operation]:
+    """Operations beside `among` that assign, before they are read, variables that `needed` reads.
+
+    A tf.function runs them, and the reads after them: nothing that they wait for can be put after
+    what is computed from such a read. "Before" is meant in order of creation.
+    """
+    last_read: dict[int, int] = {}
+    handles: dict[int, tf.Tensor] = {}
+    for node in needed:
+        for handle in _handles(node):
+            handles[id(handle)] = handle
+            last_read[id(handle)] = max(last_read.get(id(handle), 0), node.number)
+    if not handles:
+        return []
+    known = {node.op for node in among}
+    found: dict[tf.Operation, None] = {}
+    for key, handle in handles.items():
+        stack = [handle]
+        while stack:
+            t = stack.pop()
+            for op in t.consumers():
+                if op.type == "Identity":
+                    stack += op.outputs
+                elif (
+                    op._id < last_read[key]
+                    and op.type not in VARIABLE_READS
+                    and op not in known
+                    and op._is_stateful
+                    and not _only_reads(op, t)
+                ):
+                    found[op] = None
+    return list(found)
+
+
+def _only_reads(op: tf.Operation, handle: tf.Tensor) -> bool:
+    """Whether a call is known to leave the variable as it is."""
+    try:
+        read: Iterable[int] = op.get_attr("_read_only_resource_inputs")
+    except ValueError:
+        return False
+    return all(i in set(read) for i, t in enumerate(op.inputs) if t is handle)
 
 
 class Versions:
