@@ -55,13 +55,15 @@ def copied(
     Raises:
         ValueError, tf.errors.OpError: if the shapes do not fit, or an operation cannot be copied.
     """
-    copy = Copy(live, shapes, among, arguments)
-    copy.run()
-    hints = copy.hints()
-    if hints:
-        # Shapes that were set by hand; what follows from them is to be inferred, too.
-        copy = Copy(live, {**hints, **shapes}, among, arguments)
+    known: dict[int, tf.TensorShape] = {}
+    for _ in range(_ROUNDS):
+        copy = Copy(live, {**known, **shapes}, among, arguments)
         copy.run()
+        hints = copy.hints()
+        if not hints:
+            break
+        # What follows from them is to be inferred, too.
+        known.update(hints)
     copy.finish()
     return copy
 
@@ -405,13 +407,18 @@ class Copy:
     # --- What inference does not know -----------------------------------------------------------
 
     def hints(self) -> dict[int, tf.TensorShape]:
-        """Shapes of which the graph knows more than its copy."""
+        """Shapes that were set by hand: of which the graph knows more than its copy.
+
+        Those of TensorFlow 1 loops are set to that of the input.
+        """
         found = {}
         for op, copy in self.copies.items():
             for t, mine in zip(op.outputs, copy.outputs, strict=True):
                 if tf_ops.element_count(mine) is not None:
                     continue
                 both = merged(mine.shape, t.shape)
+                if tf_ops.is_control_flow_v1(op) and str(t.shape) == str(op.inputs[0].shape):
+                    both = merged(both, copy.inputs[0].shape)
                 if both.rank != mine.shape.rank or (
                     both.rank and both.as_list() != mine.shape.as_list()
                 ):
