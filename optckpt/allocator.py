@@ -13,7 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from optckpt.graph import TrainingGraph
 from optckpt.schedule import Schedule
@@ -32,6 +32,9 @@ _STEPS = 3
 class Reporter(Protocol):
     """What tells the peak that the device will report: a model of its allocator, or a compiler."""
 
+    is_slow: ClassVar[bool]
+    """Whether it takes long to tell, so that it is not asked for a small gain."""
+
     def peak(self, graph: TrainingGraph, schedule: Schedule) -> int:
         """Peak bytes in use during a step along `schedule`, resident bytes included."""
         ...
@@ -41,6 +44,7 @@ class Reporter(Protocol):
 class Allocator:
     """An allocator at the beginning of a step. Sizes are bytes."""
 
+    is_slow: ClassVar[bool] = False
     smallest: int = 0
     """Smaller blocks are not taken from it."""
     region: int = 0

@@ -344,6 +344,8 @@ def _adjusted(
     spent = 0.0
     # Orders take longer to search.
     longer = 2 if options.order == "free" else 1
+    slow = search.allocator is not None and search.allocator.is_slow
+    worth = _MUCH_SPARE if slow else _SPARE
     allowed = limit - int(search.margin * limit)
     best: _Round | None = None
     target, tried = allowed, set[int]()
@@ -381,7 +383,7 @@ def _adjusted(
         if spare < 0:
             lower = target - max(-spare if k == 0 else -spare // 2, limit // 500)
             target = max(lower, (low + target) // 2)
-        elif spare > _SPARE * limit and target < allowed:
+        elif spare > worth * limit and target < allowed:
             target = min(allowed, target + spare * 3 // 5)
         elif k == 0 and cert.gap is not None and cert.gap > options.gap:
             continue  # the same again, exactly
@@ -428,6 +430,8 @@ _LEAST = 0.1
 """Share of the time limit below which no further round is begun."""
 _SPARE = 0.01
 """Share of the budget that is worth another round if the allocator leaves it unused."""
+_MUCH_SPARE = 0.1
+"""The same where it takes long to learn what a schedule needs."""
 
 
 def check_fits(plan: Plan) -> Plan:

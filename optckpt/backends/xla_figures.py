@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import tensorflow as tf
 from tensorflow.compiler.xla.service import hlo_pb2
@@ -47,6 +47,8 @@ class Compiled:
 
 class XlaFigures:
     """What compiled steps need; stands where planning expects a model of the allocator."""
+
+    is_slow: ClassVar[bool] = True
 
     def __init__(self, capture: Capture, allocator: Allocator | None) -> None:
         """`allocator`: what serves the blocks of the compiled step, if it has to be modelled.
