@@ -26,8 +26,9 @@ import tensorflow as tf
 from optckpt.errors import CaptureError
 from optckpt.frontends.tf_build import CPU_COUNT_FROM, Build
 from optckpt.frontends.tf_capture import Capture, Past
-from optckpt.frontends.tf_devices import Devices
+from optckpt.frontends.tf_devices import Devices, shares
 from optckpt.frontends.tf_nodes import Node, Nodes, ancestors
+from optckpt.frontends.tf_ops import RESIDENT
 from optckpt.frontends.tf_order import execution_order, outside_consumers
 from optckpt.frontends.tf_shadow import Shapes, shadow
 from optckpt.frontends.tf_shapes import Sizes
@@ -79,6 +80,7 @@ def capture(
     chain_from: int | None = None,
     live: Iterable[tf.Operation] | None = None,
     name: str = "",
+    device: str | None = None,
     shapes: Shapes | None = None,
 ) -> Capture:
     """Capture the step that computes `gradients` of `ys` in `tf_graph`.
@@ -103,6 +105,8 @@ def capture(
         live: the operations that will run at all, if that is known. By default those made
             before the gradients are taken to run, and later ones that no gradient needs are not.
         name: of the TrainingGraph.
+        device: the device whose memory is planned ("/device:GPU:1"); what runs on others is part of
+            the step, but not executed again. Default: the one with the most bytes.
         shapes: if the graph was traced with unknown sizes: those of its inputs (placeholders, what
             iterators return) to capture it at; see `optckpt.frontends.tf_shadow`.
 
@@ -127,18 +131,22 @@ def capture(
             chain_from=chain_from,
             live=None if live is None else sized.carried(tuple(live)),
             name=name,
+            device=device,
         )
         return sized.on_live(found, tf_graph)
+    devices = Devices(tf_graph)
+    nodes = Nodes()
+    forward = nodes.ancestors([t.op for t in ys])
+    needed = nodes.ancestors([t.op for t in (*gradients, *keep)], forward)
+    placed = shares(devices, needed)
+    device = device or next(iter(placed), devices.of(ys[0].op))
     # Replicas of a distribution strategy share a graph, but no memory.
-    device = Devices().of(ys[0].op)
     history = [past for past in getattr(tf_graph, HISTORY, ()) if past.device == device]
     done = [past.chain[-1] for past in history if past.whole and past.chain]
     history = [past for past in history if not past.whole]
     earlier = [op for past in history for op in past.chain]
     kept = [t for past in history for t in past.outputs]
-    nodes = Nodes()
-    forward = nodes.ancestors([t.op for t in ys])
-    needed = nodes.ancestors([t.op for t in (*gradients, *keep)] + earlier, forward)
+    needed = nodes.ancestors(earlier, needed)
     after: set[Node] = set()
     held = gradients
     if ends is not None:
@@ -152,10 +160,13 @@ def capture(
     among = needed | outside
     order = execution_order(among, forward, outside, sizes, after, early_updates=early_updates)
     anchor = gradients[0].op._get_control_flow_context() if gradients else None
-    built = Build(order, forward, outside, sizes, anchor, after).finish(
-        tf_graph, outputs, count_from, name
+    alone = all(devices.of(n.op) == device for n in among if n.kind not in RESIDENT)
+    built = Build(
+        order, forward, outside, sizes, anchor, after, devices, device, alone=alone
+    ).finish(tf_graph, outputs, count_from, name)
+    built = replace(
+        built, whole=ends is not None, follows=done[-1] if done else None, shares=placed
     )
-    built = replace(built, whole=ends is not None, follows=done[-1] if done else None)
     if after and early_updates and plain_updates_last:
         late = execution_order(among, forward, outside, sizes, after, early_updates=False)
         place = {node.op: i for i, group in enumerate(late) for node in group}

@@ -49,7 +49,8 @@ class _Unit:
     movable: bool
     internal: int
     """Bytes, of blocks of all sizes."""
-    device: str
+    away: bool
+    """Whether it runs on another device than the one that is planned for."""
 
 
 @dataclass(slots=True)
@@ -72,10 +73,15 @@ class Build:
         outside: set[Node],
         sizes: Sizes,
         context: Any,
-        after: Collection[Node] = (),
+        after: Collection[Node],
+        devices: Devices,
+        device: str,
+        *,
+        alone: bool,
     ) -> None:
         """`context`: the control flow context that the step is in; others are not rewritten.
-        `after`: the operations that come after the gradients.
+        `after`: the operations that come after the gradients. `device`: the one to plan for; if
+        `alone`, all operations run there.
         """
         self._order = order
         self._forward = forward
@@ -83,8 +89,10 @@ class Build:
         self._sizes = sizes
         self._context = context
         self._after = after
-        self._devices = Devices()
-        self._residents = Residents(sizes)
+        self._devices = devices
+        self._device = device
+        self._alone = alone
+        self._residents = Residents(sizes, None if alone else self._is_here)
         self._versions = Versions(order)
         self._small: list[int] = []
         self._views: dict[int, tuple[int, ViewChain]] = {}
@@ -105,6 +113,9 @@ class Build:
     def _add(self, group: tuple[Node, ...]) -> None:
         before = self._before(group)
         node = group[0]
+        if not self._alone:
+            for member in group:
+                self._residents.note_reads(member)
         if len(group) == 1:
             if node.kind in tf_ops.RESIDENT:
                 self._residents.add(node)
@@ -159,6 +170,11 @@ class Build:
         pairs = tf_ops.views(node.op)
         if not pairs or node.op._get_control_flow_context() is not self._context:
             return False
+        if not self._alone:
+            # From another device it is a copy.
+            here = self._devices.of(node.op)
+            if any(self._devices.of(node.inputs[i].op) != here for i, _ in pairs):
+                return False
         for i, o in pairs:
             self._share(node.inputs[i], node.outputs[o], ((node.op, i, o),))
         return True
@@ -195,7 +211,15 @@ class Build:
 
     def _is_ours(self, node: Node) -> bool:
         """Whether the rewrite may redirect the inputs of `node`."""
-        return node not in self._outside and node.op._get_control_flow_context() is self._context
+        return (
+            node not in self._outside
+            and node.op._get_control_flow_context() is self._context
+            and self._is_here(node.op)
+        )
+
+    def _is_here(self, op: tf.Operation) -> bool:
+        """Whether the operation runs on the device that is planned for."""
+        return self._alone or self._devices.of(op) == self._device
 
     def _touches_large(self, group: tuple[Node, ...]) -> bool:
         return any(
@@ -221,7 +245,7 @@ class Build:
                         internal += size
                 elif size >= self._sizes.chain_from:
                     writes.append(t)
-                else:
+                elif self._is_here(node.op):
                     self._small.append(size)
         first = group[0].op
         if len(writes) > 1 and (tf_ops.is_call(first) or tf_ops.inplace_inputs(first)):
@@ -238,6 +262,10 @@ class Build:
         before: frozenset[int],
     ) -> None:
         u = len(self._units)
+        away = not self._is_here(group[0].op)
+        if away:
+            # What it reads is sent as soon as it is there, and not kept for it.
+            reads = ()
         outside = group[0] in self._outside
         movable = all(self._is_ours(node) for node in group)
         makers = {self._buffers[b].producer for b in reads}
@@ -245,7 +273,7 @@ class Build:
             # The inputs are not redirected: what they are must not be made again before.
             latest = max(before)
             self._pinned.update(p for p in makers if p != latest or not outside)
-        inplace = self._inplace(group, writes)
+        inplace = () if away else self._inplace(group, writes)
         first = len(self._buffers)
         for t in writes:
             self._views[id(t)] = (len(self._buffers), ())
@@ -257,9 +285,6 @@ class Build:
                 self._share(source, t, ())
             self._pinned.update(self._buffers[b].producer for b in self._holders.add(node))
         forward = not outside and all(node in self._forward for node in group)
-        devices = [self._devices.of(node.op) for node in group]
-        for node, device in zip(group, devices, strict=True):
-            self._devices.add(device, sum(map(self._sizes.exact, node.outputs)))
         self._units.append(
             _Unit(
                 group=group,
@@ -272,7 +297,7 @@ class Build:
                 chained=movable and all(map(self._can_wait, group)),
                 movable=movable,
                 internal=internal,
-                device=devices[0],
+                away=away,
             )
         )
         alone = frozenset((u,))
@@ -313,16 +338,21 @@ class Build:
         name: str,
     ) -> Capture:
         """The capture; arguments as those of `optckpt.frontends.tensorflow.capture`."""
-        device = self._devices.main()
+        device = self._device
         on_gpu = "CPU" not in device
-        held = tuple(dict.fromkeys(self._views[id(t)][0] for t in outputs if id(t) in self._views))
+        elsewhere = [unit.away for unit in self._units]
+        # What others have made is here until it has been read here.
+        received = {b for unit in self._units if not unit.away for b in unit.reads}
+        buffers_out = (self._views[id(t)][0] for t in outputs if id(t) in self._views)
+        held = tuple(
+            dict.fromkeys(b for b in buffers_out if not elsewhere[self._buffers[b].producer])
+        )
         # Whoever holds an output holds the tensor of the original execution.
         self._pinned.update(self._buffers[b].producer for b in held)
         members = tuple(node.op for group in self._order for node in group)
         running = set(members)
         resident = self._residents.blocks(running)
         folded = self._residents.folded(running)
-        elsewhere = [unit.device != device for unit in self._units]
         overwritten: list[set[int]] = [set() for _ in self._units]
         for op, units in self._overwrites.items():
             if op in self._unit_of:
@@ -363,10 +393,14 @@ class Build:
                     block = -(-block // GPU_ROUNDING) * GPU_ROUNDING
                 return block * pieces
 
-            spaces = tuple(counted(unit.internal) for unit in self._units)
+            spaces = tuple(0 if unit.away else counted(unit.internal) for unit in self._units)
             buffers = tuple(
-                Buffer(label, 0 if elsewhere[b.producer] else counted(b.size, b.pieces), dtype)
-                for b, (label, dtype) in zip(self._buffers, names, strict=True)
+                Buffer(
+                    label,
+                    0 if elsewhere[b.producer] and i not in received else counted(b.size, b.pieces),
+                    dtype,
+                )
+                for i, (b, (label, dtype)) in enumerate(zip(self._buffers, names, strict=True))
             )
             filled, inside = look_inside(
                 [
@@ -379,6 +413,10 @@ class Build:
                 held,
                 counted,
             )
+            if not self._alone:
+                pairs = zip(filled, self._units, strict=True)
+                filled = [replace(op, workspace=0) if unit.away else op for op, unit in pairs]
+                inside = {u: found for u, found in inside.items() if not self._units[u].away}
             return (
                 TrainingGraph(
                     operations=tuple(filled),
@@ -424,6 +462,7 @@ class Build:
                 unit.chained and not away for unit, away in zip(self._units, elsewhere, strict=True)
             ),
             movable=tuple(unit.movable for unit in self._units),
+            away=tuple(elsewhere),
             internal=internal,
             inside=inside,
             views=self._views,

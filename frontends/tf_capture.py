@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -49,6 +49,8 @@ class Capture:
     """Whether the rewritten graph fixes the place of each unit by control edges."""
     movable: tuple[bool, ...]
     """Whether the inputs of each unit may be redirected to re-executed copies."""
+    away: tuple[bool, ...]
+    """Whether each unit runs on another device; it needs no memory on this one."""
     internal: tuple[int, ...]
     """Bytes of the tensors that are made and used up inside each unit and need memory of their
     own; already part of `graph.operations[i].workspace`."""
@@ -82,6 +84,8 @@ class Capture:
     that is another one."""
     follows: tf.Operation | None = None
     """The last operation of a whole step before this one in the same graph."""
+    shares: Mapping[str, float] = field(default_factory=dict)
+    """Device -> part of the bytes that the operations of the step write, the largest first."""
     sized: Capture | None = None
     """If the graph was traced with unknown sizes: the same step in a copy of the graph in which
     they are known. Its operations are to be measured in the place of these."""

@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import tensorflow as tf
 
+from optckpt.frontends import tf_ops
+from optckpt.frontends.tf_nodes import Node
 from optckpt.frontends.tf_ops import default_device_type
+from optckpt.frontends.tf_shapes import tensor_bytes
 
 
 class Devices:
-    """Bytes written per device, by the operations' device strings."""
+    """Where operations run, by their device strings and by the variables that they touch."""
 
-    def __init__(self) -> None:
+    def __init__(self, graph: tf.Graph | None = None) -> None:
+        """`graph`: of the operations; a function's variables tell where what reads them runs."""
         self._parsed: dict[str, str] = {}
-        self._bytes: dict[str, int] = {}
+        default = self._of_text("")
+        self._handles = {
+            handle: device for handle, device in _captured(graph).items() if device != default
+        }
 
     def of(self, op: tf.Operation) -> str:
         """Where the operation runs: "/device:CPU:0", "/device:GPU:1", ..."""
         text = op.device
+        if not text and self._handles:
+            # TensorFlow places it with the variable.
+            for t in op.inputs:
+                found = self._handles.get(id(t))
+                if found is not None:
+                    return found
+        return self._of_text(text)
+
+    def _of_text(self, text: str) -> str:
         found = self._parsed.get(text)
         if found is None:
             spec = tf.DeviceSpec.from_string(text)
@@ -24,12 +43,39 @@ class Devices:
             self._parsed[text] = found = f"/device:{kind}:{spec.device_index or 0}"
         return found
 
-    def add(self, device: str, size: int) -> None:
-        """Count `size` bytes for `device`."""
-        self._bytes[device] = self._bytes.get(device, 0) + size
 
-    def main(self) -> str:
-        """The device with the most bytes ("/device:CPU:0"), or TensorFlow's default."""
-        if not self._bytes:
-            return f"/device:{default_device_type('')}:0"
-        return max(self._bytes, key=lambda d: self._bytes[d])
+def shares(devices: Devices, nodes: Iterable[Node]) -> dict[str, float]:
+    """Which part of the bytes that operations write is on each device, the largest first.
+
+    Tensors of unknown size do not count.
+    """
+    placed: dict[str, list[Node]] = {}
+    for node in nodes:
+        if node.kind not in tf_ops.RESIDENT:
+            placed.setdefault(devices.of(node.op), []).append(node)
+    if len(placed) < 2:
+        return dict.fromkeys(placed, 1.0)
+    found = {
+        device: sum(tensor_bytes(t) or 0 for node in there for t in node.outputs)
+        for device, there in placed.items()
+    }
+    total = max(1, sum(found.values()))
+    return {d: n / total for d, n in sorted(found.items(), key=lambda item: -item[1])}
+
+
+def _captured(graph: Any) -> dict[int, str]:
+    """id(placeholder) -> device of the variable that a function has captured as it."""
+    found: dict[int, str] = {}
+    for outside, inside in getattr(graph, "captures", ()):
+        if inside.dtype != tf.resource:
+            continue
+        text = getattr(outside, "device", "")
+        if text:
+            spec = tf.DeviceSpec.from_string(text)
+            if spec.device_type:
+                found[id(inside)] = f"/device:{spec.device_type}:{spec.device_index or 0}"
+        else:
+            inner = _captured(getattr(outside, "graph", None)).get(id(outside))
+            if inner is not None:
+                found[id(inside)] = inner
+    return found

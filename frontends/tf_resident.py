@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import tensorflow as tf
 
@@ -16,8 +16,14 @@ from optckpt.frontends.tf_shapes import Sizes
 class Residents:
     """Resident tensors and their bytes, gathered along a topological order."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: Sizes, is_here: Callable[[tf.Operation], bool] | None) -> None:
+        """`is_here`: whether an operation runs on the device in question; None: all do."""
         self._sizes = sizes
+        self._is_here = is_here
+        self._holders: dict[int, int] = {}
+        """id(tensor) -> key of the block that it is in."""
+        self._readers: dict[int, bool] = {}
+        """Key of a block that is read -> whether an operation here reads it."""
         self._references: set[int] = set()
         self._constants: set[int] = set()
         self._blocks: dict[int, int] = {}
@@ -41,6 +47,10 @@ class Residents:
                     handle = handle.op.inputs[0]
                 key = id(handle)
                 size = _handle_bytes(t) if t.dtype == tf.resource else self._sizes.of(t)
+            if self._is_here is not None:
+                self._holders[id(t)] = key
+                if node.kind == "ReadVariableOp":
+                    self._note(key, node.op)
             # Where an argument's unknown size matters, what is computed from it raises.
             self._blocks[key] = max(self._blocks.get(key, 0), size or 0)
 
@@ -49,6 +59,19 @@ class Residents:
         for tensors in (self._references, self._constants):
             if id(source) in tensors:
                 tensors.add(id(view))
+        if id(source) in self._holders:
+            self._holders[id(view)] = self._holders[id(source)]
+
+    def note_reads(self, node: Node) -> None:
+        """Note where what the operation reads is needed."""
+        for t in node.inputs:
+            key = self._holders.get(id(t))
+            if key is not None:
+                self._note(key, node.op)
+
+    def _note(self, key: int, reader: tf.Operation) -> None:
+        assert self._is_here is not None
+        self._readers[key] = self._readers.get(key, False) or self._is_here(reader)
 
     def add_folded(self, node: Node) -> bool:
         """Count what the executor computes once, before the first step, and keeps.
@@ -74,14 +97,16 @@ class Residents:
 
     def blocks(self, members: Collection[tf.Operation]) -> tuple[int, ...]:
         """Bytes of each block, in a step of the operations `members`."""
-        return (*self._blocks.values(), *self.folded(members))
+        here = (size for key, size in self._blocks.items() if self._readers.get(key, True))
+        return (*here, *self.folded(members))
 
     def folded(self, members: Collection[tf.Operation]) -> tuple[int, ...]:
         """Bytes of each constant that is not there before the first step."""
         blocks: dict[object, int] = {}
         for t in self._folded:
             # Of a chain of constants only the last is kept; equal ones are one.
-            if any(c in members and c not in self._folds for c in t.consumers()):
+            readers = [c for c in t.consumers() if c in members and c not in self._folds]
+            if any(self._is_here is None or self._is_here(c) for c in readers):
                 blocks[self._key(t)] = self._sizes.exact(t)
         return tuple(blocks.values())
 

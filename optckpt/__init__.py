@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         patch,
     )
     from optckpt.eager import value_and_gradients
-    from optckpt.pipeline import last_plan
+    from optckpt.pipeline import last_plan, last_plans
     from optckpt.step import whole_step
     from optckpt.tape import GradientTape
 
@@ -49,6 +49,7 @@ __all__ = [
     "gradients_memory",
     "gradients_speed",
     "last_plan",
+    "last_plans",
     "make_plan",
     "patch",
     "simulate",
@@ -63,6 +64,7 @@ _NEED_TENSORFLOW = {
     "gradients_memory": "call",
     "gradients_speed": "call",
     "last_plan": "pipeline",
+    "last_plans": "pipeline",
     "patch": "call",
     "value_and_gradients": "eager",
     "whole_step": "step",

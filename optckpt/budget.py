@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import reprlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -70,6 +71,70 @@ class Budget:
             f"cannot read the budget {reprlib.repr(value)}: give bytes (6442450944), a size with "
             'a unit ("6GiB", "500MB") or a share of the plain peak ("60%", 0.6)'
         )
+
+
+@dataclass(frozen=True)
+class DeviceBudgets:
+    """A budget for each device of a step that runs on several."""
+
+    by_device: Mapping[str, Budget | None]
+    """Device ("/device:GPU:1") -> its budget; None: no limit but the device's own."""
+
+    def on(self, device: str) -> Budget | None:
+        """The budget of a device. Raises BudgetError if there is none for it."""
+        if device not in self.by_device:
+            raise BudgetError(
+                f"budget= says nothing of device {short_name(device)}, on which a part of the step "
+                f"runs: add it (None: no limit) to {', '.join(map(short_name, self.by_device))}"
+            )
+        return self.by_device[device]
+
+
+AnyBudget = (
+    Budget | DeviceBudgets | Mapping[str, Budget | int | float | str | None] | int | float | str
+)
+"""What is taken as a budget: one for each device, or a mapping with one per device."""
+
+
+def parse_budget(value: AnyBudget) -> Budget | DeviceBudgets:
+    """Read a budget, or a mapping of devices ("GPU:0") to budgets.
+
+    Raises:
+        BudgetError: names the value, or the device, and shows the accepted forms.
+    """
+    if isinstance(value, DeviceBudgets):
+        return value
+    if not isinstance(value, Mapping):
+        return Budget.parse(value)
+    if not value:
+        raise BudgetError('budget= names no device: give {"GPU:0": "6GiB", "GPU:1": "80%"}')
+    found: dict[str, Budget | None] = {}
+    for name, budget in value.items():
+        device = device_name(name)
+        if device in found:
+            raise BudgetError(f"budget= names device {short_name(device)} twice")
+        found[device] = None if budget is None else Budget.parse(budget)
+    return DeviceBudgets(found)
+
+
+def device_name(name: str) -> str:
+    """The full form ("/device:GPU:1") of "GPU:1", "/gpu:1", "/job:worker/task:0/device:GPU:1".
+
+    Raises:
+        BudgetError: if it names no device.
+    """
+    match = _DEVICE.fullmatch(name) if isinstance(name, str) else None
+    if match is None:
+        raise BudgetError(f'{reprlib.repr(name)} is not the name of a device, such as "GPU:0"')
+    return f"/device:{match[1].upper()}:{int(match[2])}"
+
+
+def short_name(device: str) -> str:
+    """ "GPU:1" for "/device:GPU:1"."""
+    return device.removeprefix("/device:")
+
+
+_DEVICE = re.compile(r"(?:.*/)?(?:device:)?([a-zA-Z_]+):([0-9]+)")
 
 
 def format_bytes(count: float) -> str:

@@ -155,7 +155,7 @@ class PlannedStep:
 
     def _adopt(self, plan: Plan) -> None:
         self._plan = plan
-        pipeline._remember(plan)
+        pipeline.remember(plan)
 
     def _settle(self) -> None:
         self._left = 0

@@ -16,7 +16,7 @@ import tensorflow as tf
 from tensorflow.python.ops import gradients as _gradients_module
 from tensorflow.python.ops import gradients_impl as _gradients_impl
 
-from optckpt.budget import Budget
+from optckpt.budget import AnyBudget
 from optckpt.config import Config
 from optckpt.errors import CaptureError
 from optckpt.frontends.tf_traced import as_traced
@@ -35,7 +35,7 @@ def gradients(
     ys: Any,
     xs: Any,
     grad_ys: Any = None,
-    budget: Budget | int | float | str | None = None,
+    budget: AnyBudget | None = None,
     *,
     max_overhead: float | None = None,
     strategy: str | Strategy | None = None,
@@ -46,7 +46,7 @@ def gradients(
     plan: Plan | str | Path | None = None,
     on_plan: Callable[[Plan], None] | None = None,
     name: str = "gradients",
-    colocate_gradients_with_ops: bool = False,
+    colocate_gradients_with_ops: bool = True,
     gate_gradients: bool = False,
     aggregation_method: int | None = None,
 ) -> Any:
@@ -61,7 +61,8 @@ def gradients(
             `xs` may also be a nested structure (a dict, say); the result then has its structure.
         budget: peak bytes on the device during the step, resident bytes (variables, inputs)
             included: an int, "6GiB", or a share of the plain step's peak ("60%", 0.6). None:
-            the configuration's budget, else, for strategy "optimal", the device's limit.
+            the configuration's budget, else, for strategy "optimal", the device's limit. For a
+            step on several devices the budget of each, or {"GPU:0": "6GiB", "GPU:1": "80%"}.
         max_overhead: instead of a budget: the fewest bytes for at most this share of extra time
             (0.1: a step that is predicted to take at most 10 % longer).
         strategy: a name from `optckpt.solvers.registry.names()` or a strategy itself. None: the
@@ -136,7 +137,7 @@ def gradients_collection(ys: Any, xs: Any, grad_ys: Any = None, **kwargs: Any) -
 
 
 @contextmanager
-def patch(budget: Budget | int | float | str | None = None, **kwargs: Any) -> Iterator[None]:
+def patch(budget: AnyBudget | None = None, **kwargs: Any) -> Iterator[None]:
     """Within the context, tf.gradients (also tf.compat.v1.gradients and what v1 optimizers call)
     is `gradients` with this budget and these keyword arguments; afterwards it is as before.
     """

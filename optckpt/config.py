@@ -24,7 +24,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
-from optckpt.budget import Budget
+from optckpt.budget import Budget, parse_budget
 from optckpt.errors import ConfigError
 from optckpt.models.params import AnyModelParams, ResnetCifar10
 from optckpt.solvers import registry
@@ -40,7 +40,7 @@ DEFAULT_STRATEGIES = ("store_all", "speed", "chen_greedy", "sqrt_n", "optimal")
 
 def _check_budget(value: Any) -> Any:
     if value is not None:
-        Budget.parse(value)
+        parse_budget(value)
     return value
 
 
@@ -110,7 +110,20 @@ CheckpointMode = Literal["memory", "speed", "collection"]
 BudgetValue = Annotated[
     Any,
     BeforeValidator(_check_budget),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "number"}, {"type": "null"}]}),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "number"},
+                {"type": "null"},
+                {
+                    "type": "object",
+                    "additionalProperties": {"type": ["string", "number", "null"]},
+                    "minProperties": 1,
+                },
+            ]
+        }
+    ),
 ]
 StrategyName = Annotated[str, BeforeValidator(_check_strategy)]
 Checkpoints = Annotated[
@@ -337,7 +350,9 @@ class Config(Section):
         default=None,
         description=(
             'Peak bytes on the device during the step, resident included: bytes, "6GiB", "500MB", '
-            'or a share of the plain step\'s peak, "60%" or 0.6. null: the memory of the device.'
+            'or a share of the plain step\'s peak, "60%" or 0.6. null: the memory of the device. '
+            "For a step on several devices the budget of each, or a section with one per device "
+            '("GPU:0").'
         ),
     )
     strategy: StrategyName = Field(

@@ -48,7 +48,7 @@ def allocator(device: str, count_from: int, held: tuple[int, ...]) -> Allocator 
             tf.config.list_physical_devices("GPU")[0]
         )
         return Allocator(region=0 if growing else _allocator_limit(device), held=held)
-    if count_from != CPU_COUNT_FROM:
+    if count_from != CPU_COUNT_FROM or _is_shared(device):
         return None
     return Allocator(smallest=CPU_COUNT_FROM, held=held)
 
@@ -93,6 +93,11 @@ def free_chunks(device: str, smallest: int) -> tuple[int, ...] | None:
     return tuple(sizes) or None
 
 
+def _is_shared(device: str) -> bool:
+    """Whether there are several logical CPUs: they have one allocator, which tells the sum."""
+    return "CPU" in device.upper() and len(tf.config.list_logical_devices("CPU")) > 1
+
+
 def _allocator_limit(device: str) -> int:
     from tensorflow.python import pywrap_tfe
     from tensorflow.python.client import pywrap_tf_session
@@ -110,6 +115,8 @@ def _allocator_limit(device: str) -> int:
 
 def bytes_in_use(device: str) -> int:
     """Bytes that the allocator of `device` has handed out now; 0 where it is not tracked."""
+    if _is_shared(device):
+        return 0
     try:
         info = tf.config.experimental.get_memory_info(device.removeprefix("/device:"))
     except ValueError:

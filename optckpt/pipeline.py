@@ -14,7 +14,7 @@ from optckpt.allocator import Allocator, Reporter
 from optckpt.backends.tensorflow import rewrite
 from optckpt.backends.xla_figures import XlaFigures
 from optckpt.backends.xla_ties import rewrite_for_xla
-from optckpt.budget import Budget, format_bytes
+from optckpt.budget import Budget, format_bytes, short_name
 from optckpt.config import Config
 from optckpt.costs.signature import environment
 from optckpt.distribute import workers
@@ -32,10 +32,12 @@ from optckpt.xla import is_compiled, refuse_marked
 logger = logging.getLogger(__name__)
 
 _last_plan: Plan | None = None
+_last_plans: dict[str, Plan] = {}
 
 
 def last_plan() -> Plan:
-    """The latest plan that `gradients` applied in this process.
+    """The latest plan that was applied in this process; of a step on several devices, that of the
+    device with the most bytes.
 
     Raises:
         OptckptError: if there has been none.
@@ -45,9 +47,17 @@ def last_plan() -> Plan:
     return _last_plan
 
 
-def _remember(plan: Plan) -> None:
+def last_plans() -> dict[str, Plan]:
+    """Device ("GPU:1") -> the latest plan that was applied for it in this process."""
+    return dict(_last_plans)
+
+
+def remember(plan: Plan, device: str | None = None) -> None:
+    """Make it the latest plan of all, and of the device if one is given."""
     global _last_plan
     _last_plan = plan
+    if device is not None:
+        _last_plans[short_name(device)] = plan
 
 
 def measure(
@@ -59,7 +69,13 @@ def measure(
         options["cache"] = settings.costs.cache or None
     graph = costs.cost(found.sized or found, settings.costs.model, **options)
     in_use = device.bytes_in_use(found.device) + sum(found.folded)
-    return replace(graph, resident=max(graph.resident, in_use))
+    graph = replace(graph, resident=max(graph.resident, in_use))
+    if any(found.away):
+        # Measured where they run, which is not here.
+        pairs = zip(graph.operations, found.away, strict=True)
+        here = tuple(replace(op, workspace=0) if away else op for op, away in pairs)
+        graph = replace(graph, operations=here)
+    return graph
 
 
 def allocator_of(found: Capture) -> Allocator | None:
@@ -101,7 +117,8 @@ def apply(found: Capture, request: Request) -> Plan:
         InfeasibleBudgetError, OverBudgetError, BudgetError, PlanError: see `optckpt.gradients`.
     """
     begin = time.perf_counter()
-    settings, plan, budget = request.settings, request.plan, request.budget
+    settings, plan = request.settings, request.plan
+    asked = budget = request.budget_on(found.device)
     refuse_marked(found)
     compiled = is_compiled(found.tf_graph)
     if budget is None and request.max_overhead is None and request.strategy == "optimal":
@@ -128,7 +145,7 @@ def apply(found: Capture, request: Request) -> Plan:
                 "chain_from": found.chain_from,
                 "compiled": compiled,
             },
-            limit_of_device=budget is not request.budget,
+            limit_of_device=budget is not asked,
         )
         plan = check_fits(plan_once(problem, cache_for(settings.plans.cache), workers()))
     else:
@@ -158,7 +175,7 @@ def apply(found: Capture, request: Request) -> Plan:
         solved - measured,
         time.perf_counter() - solved,
     )
-    _remember(plan)
+    remember(plan, found.device)
     if request.on_plan is not None:
         request.on_plan(plan)
     return plan

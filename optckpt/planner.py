@@ -11,7 +11,7 @@ from numbers import Real
 from typing import Literal
 
 from optckpt.allocator import Reporter
-from optckpt.budget import Budget, format_bytes
+from optckpt.budget import AnyBudget, Budget, format_bytes
 from optckpt.errors import BudgetError, InfeasibleBudgetError, OverBudgetError
 from optckpt.graph import TrainingGraph
 from optckpt.schedule import Certificate, Plan, Schedule, Solution
@@ -148,7 +148,7 @@ def which_schedules(graph: TrainingGraph, repeat: Repeat) -> str:
     return "even if backward operations are repeated, every schedule needs"
 
 
-def check_price(budget: Budget | int | float | str | None, max_overhead: float | None) -> None:
+def check_price(budget: AnyBudget | None, max_overhead: float | None) -> None:
     """Raise BudgetError if `max_overhead` is no share of time, or there is a budget as well."""
     if max_overhead is None:
         return

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
-from optckpt.budget import Budget
+from optckpt.budget import AnyBudget, Budget, DeviceBudgets, parse_budget
 from optckpt.config import Config, find_config
 from optckpt.errors import OptckptError, PlanError
 from optckpt.planner import check_price
@@ -25,7 +25,7 @@ class Request:
     """What a plan is to be made for."""
 
     settings: Config
-    budget: Budget | None
+    budget: Budget | DeviceBudgets | None
     max_overhead: float | None
     strategy: str | Strategy
     checkpoints: Checkpoints | None
@@ -36,7 +36,7 @@ class Request:
     @classmethod
     def of(
         cls,
-        budget: Budget | int | float | str | None = None,
+        budget: AnyBudget | None = None,
         *,
         max_overhead: float | None = None,
         strategy: str | Strategy | None = None,
@@ -64,13 +64,17 @@ class Request:
             raise PlanError(f"plan= takes a Plan or the path of one, got {type(plan).__name__}")
         return cls(
             settings=settings,
-            budget=None if budget is None else Budget.parse(budget),
+            budget=None if budget is None else parse_budget(budget),
             max_overhead=max_overhead,
             strategy=chosen,
             checkpoints=checkpoints,
             plan=plan,
             on_plan=on_plan,
         )
+
+    def budget_on(self, device: str) -> Budget | None:
+        """The budget of a device. Raises BudgetError if there are others, but none for it."""
+        return self.budget.on(device) if isinstance(self.budget, DeviceBudgets) else self.budget
 
 
 def _checkpoint_strategy(checkpoints: Checkpoints | None) -> str | None:

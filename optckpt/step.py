@@ -15,14 +15,14 @@ from tensorflow.python.framework.auto_control_deps import op_is_stateful
 from tensorflow.python.ops import gradients_util
 
 from optckpt.backends.bypass import bypass_joins
-from optckpt.budget import Budget
+from optckpt.budget import AnyBudget
 from optckpt.config import Config
+from optckpt.devices import apply_on_devices, in_replica
 from optckpt.errors import CaptureError
 from optckpt.frontends.tensorflow import Capture, capture
 from optckpt.frontends.tf_devices import Devices
 from optckpt.frontends.tf_versions import VARIABLE_READS
 from optckpt.inline import inlined
-from optckpt.pipeline import apply
 from optckpt.request import Checkpoints, Request
 from optckpt.schedule import Plan
 from optckpt.sizes import of_inputs
@@ -43,11 +43,19 @@ def plan_gradients(ys: Any, gradients: Any, request: Request) -> None:
         return
     scope = _scope_of(tensors[0].graph)
     if scope is None:
-        apply(capture_gradients(ys, gradients, request.settings), request)
+        own = Devices().of(_losses(ys)[0].op) if in_replica() else None
+        apply_on_devices(
+            lambda device: capture_gradients(ys, gradients, request.settings, device), request, own
+        )
 
 
-def capture_gradients(ys: Any, gradients: Any, settings: Config) -> Capture:
-    """Capture the step that computes `gradients`, what tf.gradients returned for `ys`."""
+def capture_gradients(
+    ys: Any, gradients: Any, settings: Config, device: str | None = None
+) -> Capture:
+    """Capture the step that computes `gradients`, what tf.gradients returned for `ys`.
+
+    `device`: the one to plan for; None: the one with the most bytes.
+    """
     targets = _tensors(gradients)
     found: Capture = capture(
         targets[0].graph,
@@ -55,6 +63,7 @@ def capture_gradients(ys: Any, gradients: Any, settings: Config) -> Capture:
         targets,
         count_from=settings.memory.count_from,
         chain_from=settings.memory.chain_from,
+        device=device,
         shapes=of_inputs(targets[0].graph, settings),
     )
     return found
@@ -87,7 +96,7 @@ class WholeStep:
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 @contextmanager
 def whole_step(
-    budget: Budget | int | float | str | None = None,
+    budget: AnyBudget | None = None,
     *,
     max_overhead: float | None = None,
     strategy: str | Strategy | None = None,
@@ -124,8 +133,7 @@ def whole_step(
         plan=plan,
         on_plan=on_plan,
     )
-    replica = tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
-    thread = threading.get_ident() if replica else None
+    thread = threading.get_ident() if in_replica() else None
     graph = tf.compat.v1.get_default_graph()
     if not getattr(graph, "building_function", False):
         raise CaptureError(
@@ -144,30 +152,36 @@ def _finish(step: WholeStep) -> None:
     joined = memory.updates == "early" and bypass_joins(
         step.graph.get_operations()[step.begin :], step.gradients
     )
-    found = capture(
-        step.graph,
-        step.ys,
-        step.gradients,
-        keep=step.kept,
-        ends=_effects(step),
-        early_updates=memory.updates == "early",
-        plain_updates_last=bool(joined),
-        count_from=memory.count_from,
-        chain_from=memory.chain_from,
-        shapes=of_inputs(step.graph, step.request.settings),
-    )
-    apply(found, step.request)
+    devices = Devices(step.graph)
+    # Replicas share a graph; what the others do is planned with them.
+    own = None if step.thread is None else devices.of(step.ys[0].op)
+    ends = [op for op in _effects(step) if own is None or devices.of(op) == own]
+
+    def captured(device: str | None) -> Capture:
+        found: Capture = capture(
+            step.graph,
+            step.ys,
+            step.gradients,
+            keep=step.kept,
+            ends=ends,
+            early_updates=memory.updates == "early",
+            plain_updates_last=bool(joined),
+            count_from=memory.count_from,
+            chain_from=memory.chain_from,
+            device=device,
+            shapes=of_inputs(step.graph, step.request.settings),
+        )
+        return found
+
+    apply_on_devices(captured, step.request, own)
 
 
 def _effects(step: WholeStep) -> list[tf.Operation]:
     """The operations of the step that a tf.function runs for their effects."""
-    devices = Devices()
-    # Replicas share a graph; what the others do is planned with them.
-    here = devices.of(step.ys[0].op)
     return [
         op
         for op in step.graph.get_operations()[step.begin :]
-        if op_is_stateful(op) and op.type not in VARIABLE_READS and devices.of(op) == here
+        if op_is_stateful(op) and op.type not in VARIABLE_READS
     ]
 
 

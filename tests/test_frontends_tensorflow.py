@@ -478,7 +478,7 @@ def test_other_devices_are_neither_charged_nor_chained() -> None:
     with tf.Graph().as_default() as graph:
         x = tf.compat.v1.placeholder(tf.float32, [64, 64])
         with tf.device("/CPU:1"):
-            h = tf.tanh(x)
+            h = tf.exp(tf.tanh(x))
         with tf.device("/CPU:0"):
             loss = tf.reduce_sum(tf.sin(tf.cos(h @ h)))
             gradients = tf.gradients(loss, [x])
@@ -489,6 +489,10 @@ def test_other_devices_are_neither_charged_nor_chained() -> None:
     assert found.graph.buffers[away.writes[0]].size == 0
     assert not found.chained[found.graph.operations.index(away)]
     assert operation(found, "MatMul").repeatable
+    # What comes from there is charged until it has been read.
+    received = operation(found, "Exp")
+    assert not received.repeatable
+    assert found.graph.buffers[received.writes[0]].size == 64 * 64 * 4
 
 
 def test_a_gpu_counts_everything_in_blocks_of_256_bytes() -> None:
