@@ -409,6 +409,22 @@ def _mixture_bytes(rng: random.Random) -> int:
     return max(10, 10 * round(rng.gauss(mean, deviation) / 10))
 
 
+def with_random_limits(
+    graph: TrainingGraph, seed: int | random.Random, share: float = 0.3
+) -> TrainingGraph:
+    """`graph` in which each operation is, with probability `share`, not to be repeated after one
+    or two of the later ones (`Operation.repeat_before`)."""
+    rng = seed if isinstance(seed, random.Random) else random.Random(seed)
+    n = len(graph.operations)
+    operations = []
+    for o, op in enumerate(graph.operations):
+        if o + 1 < n and rng.random() < share:
+            limits = sorted({rng.randrange(o + 1, n) for _ in range(rng.choice([1, 1, 2]))})
+            op = replace(op, repeat_before=tuple(limits))
+        operations.append(op)
+    return replace(graph, operations=tuple(operations))
+
+
 def random_graph(
     seed: int | random.Random,
     n_ops: int,

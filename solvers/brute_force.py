@@ -73,6 +73,8 @@ def cheapest(graph: TrainingGraph, budget: int) -> tuple[float, Schedule] | None
             first = o == position
             if held & reads[o] != reads[o] or not (first or op.repeatable):
                 continue
+            if not first and any(a < position for a in op.repeat_before):
+                continue
             # An old copy of what the operation writes would be dead: it is dropped first.
             if held & writes[o]:
                 continue

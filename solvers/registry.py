@@ -183,15 +183,18 @@ def _within_repeat_limits(
     """
     begin = time.perf_counter()
     allowed, first, start = graph.without_repeat_limits, None, options.start
+    spent = 0.0
     while True:
         try:
             solution = run(allowed, budget, replace(options, start=start))
         except Interrupted as e:
             solution = e.solution
         first = first or solution.certificate
+        spent += solution.certificate.seconds
         late = set() if solution.schedule is None else _repeated_late(graph, solution.schedule)
         if not late:
-            return replace(solution, certificate=_relaxed(solution.certificate, first, options))
+            relaxed = _relaxed(solution.certificate, first, options)
+            return replace(solution, certificate=replace(relaxed, seconds=spent))
         operations = list(allowed.operations)
         for o in late:
             operations[o] = replace(operations[o], repeatable=False)

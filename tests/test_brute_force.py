@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optckpt.errors import OptckptError
-from optckpt.frontends.synthetic import random_graph
+from optckpt.frontends.synthetic import random_graph, with_random_limits
 from optckpt.graph import Buffer, Operation, TrainingGraph
 from optckpt.schedule import Schedule
 from optckpt.simulate import simulate
@@ -46,10 +46,15 @@ def test_known_answer() -> None:
 def test_random_schedules_do_not_beat_it(seed: int) -> None:
     rng = random.Random(seed)
     graph = random_graph(rng, rng.randint(3, 7), repeatable_backward=0.5)
+    graph = with_random_limits(graph, rng, rng.choice([0.0, 0.4]))
     for _ in range(20):
         sequence: list[int] = []
         for o in range(len(graph.operations)):
-            again = [k for k in range(o) if graph.operations[k].repeatable]
+            again = [
+                k
+                for k, op in enumerate(graph.operations[:o])
+                if op.repeatable and all(a >= o for a in op.repeat_before)
+            ]
             sequence += rng.choices(again, k=rng.choice([0, 0, 1, 2])) if again else []
             sequence.append(o)
         result = simulate(graph, Schedule(tuple(sequence)))

@@ -35,6 +35,9 @@ def graph_with(first=FIRST, second=SECOND, buffers=BUFFERS, **more):
         ({"second": replace(SECOND, reads=())}, ["'second'", "cannot reuse buffer 'a'"]),
         ({"first": replace(FIRST, after=(0,))}, ["'first'", "number 0"]),
         ({"first": replace(FIRST, after=(1,))}, ["'first'", "number 1"]),
+        ({"first": replace(FIRST, repeat_before=(0,))}, ["'first'", "unknown operation 0"]),
+        ({"first": replace(FIRST, repeat_before=(1, 2))}, ["'first'", "unknown operation 2"]),
+        ({"second": replace(SECOND, repeat_before=(-1,))}, ["'second'", "unknown operation -1"]),
         ({"second": replace(SECOND, writes=(0,))}, ["'a'", "'first'", "'second'"]),
         ({"second": replace(SECOND, writes=())}, ["'b'", "written by no operation"]),
         ({"outputs": (2,)}, ["unknown output buffer 2"]),
@@ -64,9 +67,10 @@ def test_an_empty_graph_is_a_graph():
 
 
 @settings(derandomize=True, deadline=None, max_examples=100)
-@given(st.integers(0, 10**6))
-def test_json_round_trip(seed):
+@given(st.integers(0, 10**6), st.sampled_from([0.0, 0.4]))
+def test_json_round_trip(seed, limited):
     graph = synthetic.random_graph(seed, 1 + seed % 15, repeatable_backward=0.3)
+    graph = synthetic.with_random_limits(graph, seed, limited)
     again = TrainingGraph.from_json(json.loads(json.dumps(graph.to_json())))
     assert again == graph
     assert again.fingerprint == graph.fingerprint
@@ -193,6 +197,7 @@ def test_fingerprint_ignores_names_and_costs():
         graph_with(second=replace(SECOND, forward=False), outputs=(1,)),
         graph_with(second=replace(SECOND, inplace=()), outputs=(1,)),
         graph_with(second=replace(SECOND, after=(0,)), outputs=(1,)),
+        graph_with(first=replace(FIRST, repeat_before=(1,)), outputs=(1,)),
         graph_with(second=replace(SECOND, reads=(), inplace=()), outputs=(1,)),
         graph_with(buffers=(Buffer("a", 9, "float32"), BUFFERS[1]), outputs=(1,)),
         graph_with(buffers=(Buffer("a", 8, "float16"), BUFFERS[1]), outputs=(1,)),
@@ -230,3 +235,20 @@ def test_only_forward_repeats(seed):
         assert op.repeatable == (before.repeatable and before.forward)
         assert replace(op, repeatable=before.repeatable) == before
     assert narrow == replace(graph, operations=narrow.operations)
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(st.integers(0, 10**6))
+def test_without_repeat_limits(seed):
+    graph = synthetic.random_graph(seed, 2 + seed % 15, repeatable_backward=0.5)
+    assert graph.without_repeat_limits is graph
+    limited = synthetic.with_random_limits(graph, seed)
+    assert limited.without_repeat_limits == graph
+    assert (limited.fingerprint == graph.fingerprint) == (limited == graph)
+
+
+def test_limits_that_were_never_stored_are_none():
+    """Graphs stored before operations had such limits are read, with the same fingerprint."""
+    assert "repeat_before" not in json.dumps(GRAPH.to_json())
+    with pytest.raises(GraphError, match="repeat_before"):
+        TrainingGraph.from_json(damaged_operation(repeat_before=["0"]))

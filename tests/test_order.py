@@ -13,7 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optckpt.errors import GraphError, OptckptError
-from optckpt.frontends.synthetic import chain, random_graph, random_layered, residual_chain
+from optckpt.frontends.synthetic import (
+    chain,
+    random_graph,
+    random_layered,
+    residual_chain,
+    with_random_limits,
+)
 from optckpt.graph import TrainingGraph
 from optckpt.schedule import Schedule
 from optckpt.simulate import simulate
@@ -64,6 +70,7 @@ def budget_between(graph: TrainingGraph, share: float) -> int:
 @given(seed=st.integers(0, 10**6), size=st.integers(1, 30))
 def test_a_reordered_graph_is_the_same_step(seed: int, size: int) -> None:
     graph = random_graph(seed, size, repeatable_backward=0.5)
+    graph = with_random_limits(graph, seed, 0.2)
     order = random_order(graph, seed)
     other = reorder(graph, order)
     base = Schedule.base(other)

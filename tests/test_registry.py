@@ -1,14 +1,19 @@
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from optckpt.errors import OptckptError, ScheduleError
 from optckpt.frontends import synthetic
+from optckpt.graph import Buffer, Operation, TrainingGraph
 from optckpt.registry import Registry
 from optckpt.schedule import Certificate, Schedule, Solution
 from optckpt.simulate import simulate
 from optckpt.solvers import registry
+from optckpt.solvers.brute_force import cheapest
 from optckpt.solvers.registry import SolveOptions, get, names, register, solve
 
 GRAPH = synthetic.chain(4)
@@ -121,3 +126,135 @@ def test_no_schedule_is_an_answer():
     answer = solve(GRAPH, 1, strategy(None, "infeasible", None))
     assert answer.schedule is None
     assert answer.certificate.status == "infeasible"
+
+
+# --- Operation.repeat_before: nothing is repeated after what it reads was overwritten -------------
+
+
+def limited_graph(seed, n):
+    graph = synthetic.random_graph(seed, n, repeatable=0.9, repeatable_backward=0.5)
+    return synthetic.with_random_limits(graph, seed, 0.6)
+
+
+def check_under_limits(graph, budget, name, order="fixed"):
+    """What any strategy may claim of a graph with limits, by exhaustive search in base order."""
+    answer = solve(graph, budget, name, SolveOptions(time_limit=5.0, gap=0.0, order=order))
+    certificate = answer.certificate
+    best = None if order == "free" else cheapest(graph, budget)
+    if certificate.status == "infeasible":
+        assert best is None
+        assert answer.schedule is None
+        return certificate
+    if answer.schedule is None:
+        assert certificate.status == "stopped"
+        return certificate
+    result = simulate(graph, answer.schedule)
+    assert (certificate.status == "over-budget") == (result.peak > budget)
+    assert certificate.cost == pytest.approx(result.overhead, abs=1e-9)
+    assert certificate.bound <= certificate.cost + 1e-9
+    if order == "free" or result.peak > budget:
+        return certificate
+    assert best is not None
+    tolerance = 1e-6 * graph.seconds
+    if answer.schedule.in_base_order:
+        assert result.extra_seconds >= best[0] - tolerance
+    if "at most" not in certificate.valid_for:
+        assert certificate.bound * graph.seconds <= best[0] + tolerance
+    if certificate.status == "optimal" and certificate.valid_for == "base order":
+        assert result.extra_seconds <= best[0] + tolerance
+    return certificate
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(st.integers(0, 10**6), st.floats(0.4, 1.0))
+def test_the_optimal_strategy_under_limits(seed, share):
+    graph = limited_graph(seed, 4 + seed % 4)
+    plain = simulate(graph, Schedule.base(graph)).peak
+    check_under_limits(graph, int(share * plain), "optimal", ("fixed", "free")[seed % 5 == 0])
+
+
+QUICK = ["store_all", "sqrt_n", "chen_greedy", "speed", "knapsack", "lp_rounding", "milp"]
+
+
+@pytest.mark.parametrize("name", QUICK)
+@settings(derandomize=True, deadline=None, max_examples=25)
+@given(seed=st.integers(0, 10**6), share=st.floats(0.4, 1.0))
+def test_every_strategy_under_limits(name, seed, share):
+    graph = limited_graph(seed, 4 + seed % 4)
+    plain = simulate(graph, Schedule.base(graph)).peak
+    check_under_limits(graph, int(share * plain), name)
+
+
+def test_constraint_programming_under_limits():
+    for seed in range(2):
+        graph = limited_graph(seed, 6)
+        plain = simulate(graph, Schedule.base(graph)).peak
+        check_under_limits(graph, int(0.75 * plain), "retention")
+
+
+def overwritten_layer(limit):
+    """Four layers and their gradients; the first is overwritten as soon as `limit` has run."""
+    ops = [Operation(f"f{i}", "F", 1.0, (i - 1,) * (i > 0), (i,)) for i in range(4)]
+    for k, i in enumerate(reversed(range(4))):
+        reads = (i, *((3 + k,) if k else ()))
+        ops.append(Operation(f"g{i}", "B", 1.0, reads, (4 + k,), forward=False, repeatable=False))
+    ops[0] = replace(ops[0], repeat_before=(limit,))
+    sizes = (4,) * 4 + (1,) * 4
+    return TrainingGraph(tuple(ops), tuple(Buffer(f"b{i}", s) for i, s in enumerate(sizes)), (7,))
+
+
+def test_a_limit_that_costs_something_leaves_the_bound_of_the_graph_without():
+    loose, strict = overwritten_layer(7), overwritten_layer(4)
+    budget = 13
+    free, bound = solve(loose, budget), solve(strict, budget)
+    assert free.certificate.status == "optimal"
+    best = cheapest(strict, budget)
+    assert best is not None
+    assert bound.schedule is not None
+    assert simulate(strict, bound.schedule).peak <= budget
+    assert bound.certificate.bound <= best[0] / strict.seconds + 1e-9
+    assert bound.certificate.cost >= best[0] / strict.seconds - 1e-9
+    assert bound.certificate.seconds >= 0
+
+
+def test_a_strategy_that_repeats_late_is_asked_again_without_these_repeats():
+    graph = overwritten_layer(4)
+    asked = []
+
+    def again(graph, budget, options):
+        asked.append((graph, options))
+        late = (0,) if graph.operations[0].repeatable else ()
+        executions = (0, 1, 2, 3, 4, *late, 5, 6, 7)
+        cost = len(late) / graph.seconds
+        return Solution(
+            Schedule(executions), Certificate("again", "optimal", cost, cost and 0.05, 2.0)
+        )
+
+    start = Schedule.base(graph)
+    answer = solve(graph, None, again, SolveOptions(time_limit=10.0, start=start))
+    assert answer.schedule == Schedule.base(graph)
+    (first, options), (second, left) = asked
+    assert first == graph.without_repeat_limits
+    assert not second.operations[0].repeatable
+    assert [op.repeat_before for op in second.operations] == [()] * 8
+    assert (options.start, left.start) == (start, None)
+    assert 2.0 <= left.time_limit <= 10.0
+    # Bound and status are those of the round without limits; both rounds took their time.
+    assert answer.certificate.bound == 0.05
+    assert answer.certificate.seconds == 4.0
+
+
+def test_no_answer_without_late_repeats_is_no_proof():
+    """That no schedule fits if some operations are not repeated at all proves nothing."""
+    graph = overwritten_layer(4)
+
+    def strict(graph, budget, options):
+        if graph.operations[0].repeatable:
+            executions = (0, 1, 2, 3, 4, 0, 5, 6, 7)
+            return Solution(Schedule(executions), Certificate("s", "optimal", 1 / 8, 1 / 8, 0.0))
+        return Solution(None, Certificate("s", "infeasible", None, 0.0, 0.0))
+
+    answer = solve(graph, None, strict)
+    assert answer.schedule is None
+    assert answer.certificate.status == "stopped"
+    assert answer.certificate.bound == 1 / 8

@@ -65,6 +65,9 @@ def slow_error(graph, executions):
         op = ops[o]
         if o in before and not op.repeatable:
             return step, [repr(op.name), "again"]
+        for a in op.repeat_before:
+            if o in before and a in before:
+                return step, [repr(op.name), "again after", repr(ops[a].name)]
         for a in op.after:
             if a not in before:
                 return step, [repr(op.name), repr(ops[a].name)]
@@ -89,6 +92,7 @@ def random_schedule(graph, rng, length):
             o
             for o, op in enumerate(graph.operations)
             if (o not in done or (op.repeatable and len(executions) < length))
+            and not (o in done and done.intersection(op.repeat_before))
             and all(graph.producer[b] in done for b in op.reads)
             and all(a in done for a in op.after)
         ]
@@ -104,6 +108,7 @@ def test_agrees_with_the_slow_simulator(seed, plain):
     rng = random.Random(seed)
     n = rng.randint(1, 12)
     graph = synthetic.random_graph(rng, n, repeatable_backward=0.5, plain=plain)
+    graph = synthetic.with_random_limits(graph, rng, 0.0 if plain else 0.2)
     executions = random_schedule(graph, rng, 3 * n)
     result = simulate(graph, Schedule(tuple(executions)))
     expected = slow_profile(graph, executions)
@@ -125,6 +130,7 @@ def test_every_fault_is_named(seed):
     rng = random.Random(seed)
     n = rng.randint(1, 8)
     graph = synthetic.random_graph(rng, n, repeatable=0.4)
+    graph = synthetic.with_random_limits(graph, rng, rng.choice([0.0, 0.5]))
     executions = random_schedule(graph, rng, 2 * n)
     for _ in range(rng.randint(1, 3)):
         kind = rng.randrange(4)
@@ -223,3 +229,19 @@ def test_a_long_schedule():
     assert len(result.profile) == len(executions) >= 100_000
     assert result.counts[0] == 100
     assert result.peak == simulate(graph, Schedule.base(graph)).peak
+
+
+def test_nothing_is_repeated_after_what_it_reads_was_overwritten():
+    """A layer, its backward operation, the update of its weights, and another reader."""
+    ops = (
+        Operation("layer", "MatMul", 1.0, (), (0,), repeat_before=(2,)),
+        Operation("gradient", "MatMul", 1.0, (0,), (1,), forward=False),
+        Operation("update", "AssignSub", 1.0, (1,), (), forward=False, repeatable=False),
+        Operation("other", "Sum", 1.0, (0,), (), forward=False),
+    )
+    graph = TrainingGraph(ops, (Buffer("h", 4), Buffer("g", 4)))
+    assert simulate(graph, Schedule((0, 0, 1, 2, 3))).re_executions == 1
+    assert simulate(graph, Schedule((0, 1, 0, 2, 3))).re_executions == 1
+    with pytest.raises(ScheduleError, match=r"^step 3.*'layer'.*again after 'update', which over"):
+        simulate(graph, Schedule((0, 1, 2, 0, 3)))
+    assert simulate(graph.without_repeat_limits, Schedule((0, 1, 2, 0, 3))).re_executions == 1
