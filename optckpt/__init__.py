@@ -16,6 +16,7 @@ from optckpt.schedule import Certificate, Plan, Schedule
 from optckpt.simulate import Simulation, simulate
 
 if TYPE_CHECKING:
+    from optckpt import keras
     from optckpt.call import (
         gradients,
         gradients_collection,
@@ -48,6 +49,7 @@ __all__ = [
     "gradients_collection",
     "gradients_memory",
     "gradients_speed",
+    "keras",
     "last_plan",
     "last_plans",
     "make_plan",
@@ -73,10 +75,12 @@ _NEED_TENSORFLOW = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _NEED_TENSORFLOW:
+    if name != "keras" and name not in _NEED_TENSORFLOW:
         raise AttributeError(f"module 'optckpt' has no attribute {name!r}")
     import importlib
 
+    if name == "keras":
+        return importlib.import_module("optckpt.keras")
     value = getattr(importlib.import_module(f"optckpt.{_NEED_TENSORFLOW[name]}"), name)
     globals()[name] = value
     return value

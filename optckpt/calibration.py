@@ -38,16 +38,16 @@ class PlannedStep:
 
     def __init__(
         self,
-        make: Callable[[Budget | None], Callable[..., Any]],
+        make: Callable[[PlannedStep, Budget | None], Callable[..., Any]],
         calibrate: bool,
         on_plan: Callable[[Plan], None] | None = None,
     ) -> None:
         """`make`: gives a function not yet traced that, while it is, plans for this budget (None:
-        the caller's own) and calls `planned`.
+        the caller's own) and calls `planned` of the step.
         """
         self._make = make
         self._on_plan = on_plan
-        self._function = make(None)
+        self._function = make(self, None)
         self._device: str | None = None
         self._left = _STEPS if calibrate else 0
         """Steps to be measured."""
@@ -70,7 +70,7 @@ class PlannedStep:
 
     def planned(self, plan: Plan, device: str) -> None:
         """Note the plan that has just been applied to the step that runs on `device`."""
-        if self._budget is None:
+        if not self._exceeded:
             self._budget = plan.budget
         plan = replace(plan, budget=self._budget, calibrated=self._exceeded)
         self._adopt(plan)
@@ -138,7 +138,7 @@ class PlannedStep:
         )
         self._left = _STEPS
         self._in_use = None
-        self._function = self._make(Budget(bytes=wanted))
+        self._function = self._make(self, Budget(bytes=wanted))
 
     def _return_to_best(self, why: str) -> None:
         assert self._best is not None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from optckpt.frontends.tf_devices import Devices
 from optckpt.request import Checkpoints, Request
 from optckpt.schedule import Plan
 from optckpt.solvers.registry import Strategy
-from optckpt.step import whole_step
+from optckpt.step import WholeStep, whole_step
 
 logger = logging.getLogger(__name__)
 
@@ -173,24 +174,20 @@ class TrainingStep:
             self._optimizer.build(tf.nest.flatten(self._variables))
 
     def _planned(self) -> PlannedStep:
-        def make(budget: Budget | None) -> Callable[..., Any]:
+        def make(planned: PlannedStep, budget: Budget | None) -> Callable[..., Any]:
             def step(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-                return self._trace(found, budget, args, kwargs)
+                return self._trace(planned, budget, args, kwargs)
 
             return tf.function(step, autograph=False)  # type: ignore[no-any-return]
 
-        found = PlannedStep(make, self._calibrate, self._request.on_plan)
-        return found
+        return PlannedStep(make, self._calibrate, self._request.on_plan)
 
     def _trace(
         self, planned: PlannedStep, budget: Budget | None, args: Any, kwargs: Any
     ) -> tuple[Any, Any]:
         variables = tf.nest.flatten(self._variables)
-        device: list[str] = []
-        with whole_step(
-            self._request.budget if budget is None else budget,
-            on_plan=lambda plan: planned.planned(plan, device[0]),
-            **self._options,
+        with planned_step(
+            planned, self._request.budget if budget is None else budget, **self._options
         ) as step:
             with tf.GradientTape(watch_accessed_variables=False) as tape:
                 tape.watch([_of_tensorflow(v) for v in variables])
@@ -201,15 +198,12 @@ class TrainingStep:
                 if self._update and scale is not None:
                     loss = tf.nest.map_structure(scale, value)
             gradients = tape.gradient(loss, variables)
-            kept = list(_own_tensors(output))
+            step.keep(own_tensors(output))
             if self._update:
                 self._optimizer.apply_gradients(zip(gradients, variables, strict=True))
             if self._return_gradients:
-                kept += _own_tensors(gradients)
-            step.keep(kept)
-            if step.ys:
-                device.append(Devices().of(step.ys[0].op))
-            else:
+                step.keep(own_tensors(gradients))
+            if not step.gradients:
                 logger.warning(
                     "nothing was planned: the value depends on none of the variables, so the "
                     "step has no gradients"
@@ -217,6 +211,37 @@ class TrainingStep:
         if not self._return_gradients:
             return output, None
         return output, tf.nest.pack_sequence_as(self._variables, gradients)
+
+
+@contextmanager
+def planned_step(planned: PlannedStep, budget: Any, **options: Any) -> Iterator[WholeStep]:
+    """`whole_step(budget, **options)`, of whose plan `planned` is told.
+
+    A trace in which variables are created is not planned: tf.function throws it away and traces the
+    function again once they are there.
+    """
+    device: list[str] = []
+    created: list[tf.Variable] = []
+
+    def note(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
+        created.append(next_creator(**kwargs))
+        return created[-1]
+
+    with whole_step(
+        budget, on_plan=lambda plan: planned.planned(plan, device[0]), **options
+    ) as step:
+        with tf.variable_creator_scope(note):
+            yield step
+        if created:
+            step.gradients.clear()
+        device += [Devices().of(y.op) for y in step.ys[:1]]
+
+
+def own_tensors(structure: Any) -> list[tf.Tensor]:
+    """The tensors of the graph that is being traced, in a structure of anything."""
+    graph = tf.compat.v1.get_default_graph()
+    leaves = tf.nest.flatten(structure, expand_composites=True)
+    return [t for t in leaves if getattr(t, "graph", None) is graph]
 
 
 def _check(fn: Any, variables: Any, optimizer: Any) -> None:
@@ -268,13 +293,6 @@ def _value_of(output: Any) -> Any:
             f"has_aux=True: fn must return (value, aux), but returned {type(output).__name__}"
         )
     return output[0]
-
-
-def _own_tensors(structure: Any) -> list[tf.Tensor]:
-    """The tensors of the graph that is being traced, in a structure of anything."""
-    graph = tf.compat.v1.get_default_graph()
-    leaves = tf.nest.flatten(structure, expand_composites=True)
-    return [t for t in leaves if getattr(t, "graph", None) is graph]
 
 
 def _signature(args: Any, kwargs: Any) -> str:

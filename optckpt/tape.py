@@ -35,8 +35,8 @@ class GradientTape(tf.GradientTape):  # type: ignore[misc]
         max_overhead, strategy, checkpoints, config, plan, on_plan: as for `optckpt.gradients`.
 
     Raises:
-        CaptureError: in eager mode, under XLA, on unknown tensor sizes, and by `jacobian` and
-            `batch_jacobian`.
+        CaptureError: in eager mode, where XLA compiles in a way that cannot be planned, and by
+            `jacobian` and `batch_jacobian`.
         BudgetError, PlanError, ConfigError: as `optckpt.gradients`.
     """
 

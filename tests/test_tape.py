@@ -261,15 +261,6 @@ class TestRefusals:
         with pytest.raises(CaptureError, match=r"eager mode.*tf\.function.*value_and_gradients"):
             optckpt.GradientTape("80%")
 
-    def test_jit_compile(self):
-        @tf.function(jit_compile=True)
-        def compiled():
-            with optckpt.GradientTape("80%", config=FLOPS):
-                return tf.constant(1.0)
-
-        with pytest.raises(CaptureError, match=r"compiled.*jit_compile=False"):
-            compiled()
-
     @pytest.mark.parametrize("name", ["jacobian", "batch_jacobian"])
     def test_jacobians(self, name):
         @tf.function
