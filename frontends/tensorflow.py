@@ -26,13 +26,15 @@ import tensorflow as tf
 from optckpt.errors import CaptureError
 from optckpt.frontends.tf_build import CPU_COUNT_FROM, Build
 from optckpt.frontends.tf_capture import Capture, Past
+from optckpt.frontends.tf_copy import Shapes
 from optckpt.frontends.tf_devices import Devices, shares
 from optckpt.frontends.tf_nodes import Node, Nodes, ancestors
-from optckpt.frontends.tf_ops import RESIDENT
+from optckpt.frontends.tf_ops import METADATA, RESIDENT, views
 from optckpt.frontends.tf_order import execution_order, outside_consumers
-from optckpt.frontends.tf_shadow import Shapes, shadow
+from optckpt.frontends.tf_shadow import shadow
 from optckpt.frontends.tf_shapes import Sizes
 from optckpt.frontends.tf_sums import with_orders
+from optckpt.frontends.tf_versions import earlier_writers
 
 __all__ = [
     "CPU_COUNT_FROM",
@@ -136,14 +138,23 @@ def capture(
         return sized.on_live(found, tf_graph)
     devices = Devices(tf_graph)
     nodes = Nodes()
+    pasts = [past for past in getattr(tf_graph, HISTORY, ()) if past.chain]
+    if device is None and any(past.whole for past in pasts):
+        seen = nodes.ancestors([t.op for t in (*ys, *gradients, *keep)])
+        device = next(iter(shares(devices, seen)), devices.of(ys[0].op))
+        nodes = Nodes()
+    given = _done_before([p for p in pasts if p.whole and p.device == device])
+    for op in given:
+        nodes.give(op)
     forward = nodes.ancestors([t.op for t in ys])
     needed = nodes.ancestors([t.op for t in (*gradients, *keep)], forward)
     placed = shares(devices, needed)
     device = device or next(iter(placed), devices.of(ys[0].op))
     # Replicas of a distribution strategy share a graph, but no memory.
-    history = [past for past in getattr(tf_graph, HISTORY, ()) if past.device == device]
-    done = [past.chain[-1] for past in history if past.whole and past.chain]
-    history = [past for past in history if not past.whole]
+    history = [past for past in pasts if past.device == device]
+    whole = [i for i, past in enumerate(history) if past.whole]
+    follows = history[whole[-1]].chain[-1] if whole else None
+    history = history[whole[-1] + 1 :] if whole else history
     earlier = [op for past in history for op in past.chain]
     kept = [t for past in history for t in past.outputs]
     needed = nodes.ancestors(earlier, needed)
@@ -153,6 +164,12 @@ def capture(
         after = nodes.ancestors(ends, needed) - needed
         needed |= after
         held = [g for g in gradients if not any(nodes[c] in after for c in g.consumers())]
+    if getattr(tf_graph, "building_function", False):
+        new = needed
+        while writers := earlier_writers(new, needed):
+            new = nodes.ancestors(writers, needed) - needed
+            forward = forward | new
+            needed |= new
     outputs = tuple({id(t): t for t in (*ys, *held, *keep, *kept)}.values())
     sizes = Sizes(needed, chain_from, outputs)
     running = None if live is None else set(live)
@@ -165,7 +182,11 @@ def capture(
         order, forward, outside, sizes, anchor, after, devices, device, alone=alone
     ).finish(tf_graph, outputs, count_from, name)
     built = replace(
-        built, whole=ends is not None, follows=done[-1] if done else None, shares=placed
+        built,
+        members=tuple(op for op in built.members if op not in given),
+        whole=ends is not None,
+        follows=follows,
+        shares=placed,
     )
     if after and early_updates and plain_updates_last:
         late = execution_order(among, forward, outside, sizes, after, early_updates=False)
@@ -174,7 +195,21 @@ def capture(
         built = replace(
             built, plain_order=tuple(sorted(units, key=lambda u: place[built.units[u][0]]))
         )
-    return with_orders(built, ys, gradients, nodes)
+    return with_orders(built, ys, gradients, Nodes() if given else nodes)
+
+
+def _done_before(whole: Iterable[Past]) -> set[tf.Operation]:
+    """What was computed in whole steps: for those that follow, it is there like an argument.
+
+    They wait for the last operation of the step before; nothing of what that waits for can be
+    given a place in their order.
+    """
+    done = Nodes().ancestors(op for past in whole for op in past.chain)
+    return {
+        node.op
+        for node in done
+        if node.kind not in RESIDENT and node.kind not in METADATA and not views(node.op)
+    }
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]

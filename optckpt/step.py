@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,6 +29,8 @@ from optckpt.schedule import Plan
 from optckpt.sizes import of_inputs
 from optckpt.solvers.registry import Strategy
 from optckpt.xla import refuse_xla
+
+logger = logging.getLogger(__name__)
 
 
 def plan_gradients(ys: Any, gradients: Any, request: Request) -> None:
@@ -82,6 +85,8 @@ class WholeStep:
     ys: list[tf.Tensor] = field(default_factory=list)
     gradients: list[tf.Tensor] = field(default_factory=list)
     kept: list[tf.Tensor] = field(default_factory=list)
+    elsewhere: list[str] = field(default_factory=list)
+    """Functions beside `graph`, called from it, in which gradients were taken."""
 
     def add(self, ys: Any, gradients: Any) -> None:
         """Note that `gradients` of `ys` are part of the step."""
@@ -115,8 +120,12 @@ def whole_step(
     Tensors that are used after the context has ended, returned for instance, are to be named by
     `WholeStep.keep`, unless nothing in the context reads them.
 
+    Of several contexts around the same code the outermost holds.
+
     Raises:
-        as `optckpt.gradients`, at the beginning or at the end of the context.
+        CaptureError: if there is no graph of a tf.function, or no gradients were taken in it while
+            some were in another one, called from here, whose operations cannot be planned.
+        OptckptError: as `optckpt.gradients`, at the beginning or at the end of the context.
     """
     if tf.executing_eagerly():
         raise CaptureError(
@@ -140,11 +149,22 @@ def whole_step(
             "optckpt.whole_step plans what a tf.function does; in a v1 graph each session decides "
             "what runs: use optckpt.gradients or optckpt.patch there"
         )
+    outer = _scope_of(graph)
+    if outer is not None:
+        yield outer
+        return
     step = WholeStep(request, graph, thread, len(graph.get_operations()))
     with _noticing(step), inlined(lambda graph: _scope_of(graph) is step):
         yield step
     if step.gradients:
         _finish(step)
+    elif step.elsewhere:
+        raise CaptureError(
+            "optckpt.whole_step has nothing to plan: the gradients were taken in "
+            f"{step.elsewhere[0]!r}, a graph of its own; use optckpt.whole_step in there"
+        )
+    else:
+        logger.warning("nothing was planned: no gradients were taken in optckpt.whole_step")
 
 
 def _finish(step: WholeStep) -> None:
@@ -181,20 +201,26 @@ def _effects(step: WholeStep) -> list[tf.Operation]:
     return [
         op
         for op in step.graph.get_operations()[step.begin :]
-        if op_is_stateful(op) and op.type not in VARIABLE_READS
+        if op_is_stateful(op) and (op.type not in VARIABLE_READS or _is_awaited(op))
     ]
+
+
+def _is_awaited(op: tf.Operation) -> bool:
+    """Whether what the variable is read with is computed, and the read comes before updates."""
+    return len(op.inputs) > 1 and any(t.consumers() for t in op.outputs)
 
 
 # --- Which gradients are taken in a step -------------------------------------------------------
 
-_open: list[WholeStep] = []
+_open: tuple[WholeStep, ...] = ()
+"""Replaced, never changed: other threads may be walking along it."""
 _lock = threading.RLock()
 _tape_gradient = backprop.GradientTape.gradient
 _graph_gradients = gradients_util._GradientsHelper
 
 
 def _scope_of(graph: tf.Graph) -> WholeStep | None:
-    """The innermost open step to which operations belong that this thread adds to `graph`."""
+    """The open step to which operations belong that this thread adds to `graph`."""
     here = threading.get_ident()
     for step in reversed(_open):
         if step.graph is graph and step.thread in (None, here):
@@ -205,15 +231,16 @@ def _scope_of(graph: tf.Graph) -> WholeStep | None:
 @contextmanager
 def _noticing(step: WholeStep) -> Iterator[None]:
     """Within the context, gradients that anybody takes in the graph of `step` are added to it."""
+    global _open
     with _lock:
-        _open.append(step)
+        _open += (step,)
         backprop.GradientTape.gradient = _noticed_tape_gradient
         gradients_util._GradientsHelper = _noticed_graph_gradients
     try:
         yield
     finally:
         with _lock:
-            _open.remove(step)
+            _open = tuple(other for other in _open if other is not step)
             if not _open:
                 backprop.GradientTape.gradient = _tape_gradient
                 gradients_util._GradientsHelper = _graph_gradients
@@ -235,9 +262,19 @@ def _noticed_graph_gradients(ys: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _notice(ys: Any, result: Any) -> None:
     tensors = [t for t in _tensors(result) if hasattr(t, "graph")]
-    scope = _scope_of(tensors[0].graph) if tensors else None
+    if not tensors:
+        return
+    graph = tensors[0].graph
+    scope = _scope_of(graph)
     if scope is not None:
         scope.add(ys, tensors)
+        return
+    outer = graph
+    while scope is None and outer is not None:
+        outer = getattr(outer, "outer_graph", None)
+        scope = None if outer is None else _scope_of(outer)
+    if scope is not None:
+        scope.elsewhere.append(graph.name)
 
 
 def _losses(ys: Any) -> list[tf.Tensor]:

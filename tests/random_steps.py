@@ -105,6 +105,55 @@ class RandomStep:
                 found += [t.numpy() for t in function(*self.arguments)]
         return found + [v.numpy() for v in self._weights]
 
+    def train(
+        self, context: Callable[[], contextlib.AbstractContextManager[Any]], steps: int = 3
+    ) -> list[np.ndarray]:
+        """Losses of some steps whose updates are drawn from the seed, and all variables after them.
+
+        `context` is entered around each step, forward pass and updates included, once or twice in
+        one function; what it yields has a method `keep` if it wants to know what is returned.
+        """
+        for v, value in zip(self._weights, self._start, strict=True):
+            v.assign(value)
+        optimizers = [Updates(self.seed + i, self._weights) for i in range(2)]
+        rng = np.random.RandomState(self.seed)
+        twice, gathered = rng.rand() < 0.3, rng.rand() < 0.5
+        bank = tf.Variable(tf.zeros([ROWS, WIDTH]))
+
+        def one(*arguments: tf.Tensor) -> list[tf.Tensor]:
+            with context() as whole:
+                losses = self._model(*arguments)
+                halves = [losses[:2], losses[2:]] if self.mode == "two calls" else [losses]
+                outputs = list(losses)
+                for i, ys in enumerate(halves):
+                    if i and gathered:
+                        # Through the weights that the first call has updated.
+                        ys = self._model(*arguments)[2:]
+                    gradients = tf.gradients(ys, self._weights)
+                    if self.mode == "second order":
+                        loss = penalty(flat(gradients))
+                        gradients = tf.gradients([*ys, loss], self._weights)
+                        ys = [*ys, loss]
+                    outputs += [*ys, *optimizers[i].apply(gradients)]
+                bank.assign(0.5 * bank + tf.reduce_mean(tf.add_n(losses)))
+                if whole is not None:
+                    whole.keep(outputs)
+            return outputs
+
+        def step(x: tf.Tensor, image: tf.Tensor, ids: tf.Tensor) -> list[tf.Tensor]:
+            bank.assign_add(0.01 * x)
+            x = tf.tanh(x + bank)
+            outputs = one(x, image, ids)
+            return outputs + one(x * 0.5, image, ids) if twice else outputs
+
+        function = tf.function(step, autograph=False)
+        found = []
+        with grappler_off():
+            for _ in range(steps):
+                found += [t.numpy() for t in function(*self.arguments)]
+        slots = [v for optimizer in optimizers for v in optimizer.slots]
+        return found + [v.numpy() for v in (*self._weights, bank, *slots)]
+
     def _model(self, x: tf.Tensor, image: tf.Tensor, ids: tf.Tensor) -> list[tf.Tensor]:
         self._cursor = 0
         rng = np.random.RandomState(self.seed)
@@ -121,6 +170,107 @@ class RandomStep:
         if rng.rand() < 0.5 and self._weights:
             losses.append(1e-2 * tf.add_n([tf.nn.l2_loss(v) for v in self._weights]))
         return losses
+
+
+class Updates:
+    """An optimizer that treats each variable in a way of its own, drawn from a seed."""
+
+    def __init__(self, seed: int, variables: Sequence[tf.Variable]) -> None:
+        self.variables = variables
+        self.slots: list[tf.Variable] = [tf.Variable(0.0)]
+        self._of: dict[int, list[tf.Variable]] = {}
+        rng = np.random.RandomState(seed)
+        self._rules = [RULES[rng.randint(len(RULES))] for _ in variables]
+        self._order = rng.permutation(len(variables))
+        self._clip = rng.rand() < 0.2
+        self._late = rng.rand() < 0.3
+
+    def slot(self, variable: tf.Variable, number: int = 0) -> tf.Variable:
+        """A variable of the same shape, zero at first."""
+        own = self._of.setdefault(id(variable), [])
+        while len(own) <= number:
+            # Variables can be made in the first trace only; the plain and the planned step differ.
+            with tf.init_scope():
+                own.append(tf.Variable(tf.zeros(variable.shape)))
+            self.slots.append(own[-1])
+        return own[number]
+
+    def apply(self, gradients: Sequence[Any]) -> list[tf.Tensor]:
+        """Update the variables; returns what was read of some of them afterwards."""
+        count = self.slots[0]
+        count.assign_add(1.0)
+        gradients = list(gradients)
+        if self._clip:
+            gradients, _ = tf.clip_by_global_norm(gradients, 0.5)
+        if self._late:
+            gradients = [None if g is None else tf.identity_n([g])[0] for g in gradients]
+        found = []
+        for i in self._order:
+            v, g = self.variables[i], gradients[i]
+            if g is not None:
+                self._rules[i](self, v, g)
+                if i % 3 == 0:
+                    found.append(tf.reduce_sum(v))
+        return found
+
+
+def _sgd(o: Updates, v: tf.Variable, g: Any) -> None:
+    if isinstance(g, tf.IndexedSlices):
+        v.scatter_sub(tf.IndexedSlices(RATE * g.values, g.indices))
+    else:
+        v.assign_sub(RATE * g)
+
+
+def _momentum(o: Updates, v: tf.Variable, g: Any) -> None:
+    m = o.slot(v)
+    m.assign(0.9 * m + tf.convert_to_tensor(g))
+    v.assign_sub(RATE * (0.9 * m + g))
+
+
+def _fused_adam(o: Updates, v: tf.Variable, g: Any) -> None:
+    tf.raw_ops.ResourceApplyAdam(
+        var=v.handle, m=o.slot(v).handle, v=o.slot(v, 1).handle, beta1_power=0.9, beta2_power=0.99,
+        lr=1e-3, beta1=0.9, beta2=0.99, epsilon=1e-3, grad=tf.convert_to_tensor(g),
+    )  # fmt: skip
+
+
+def _adam(o: Updates, v: tf.Variable, g: Any) -> None:
+    m, s = o.slot(v), o.slot(v, 1)
+    g = tf.convert_to_tensor(g)
+    m.assign_add((g - m) * 0.1)
+    s.assign_add((tf.square(g) - s) * 0.01)
+    v.assign_sub(1e-3 * m * o.slots[0] / (tf.sqrt(s) + 1e-3))
+
+
+def _averaged(o: Updates, v: tf.Variable, g: Any) -> None:
+    before = v.read_value()
+    v.assign_sub(RATE * tf.convert_to_tensor(g))
+    o.slot(v).assign(0.9 * o.slot(v) + 0.05 * (v + before))
+
+
+def _now_and_then(o: Updates, v: tf.Variable, g: Any) -> None:
+    g = tf.convert_to_tensor(g)
+    sums = o.slot(v)
+    sums.assign_add(g)
+
+    def update() -> tf.Tensor:
+        v.assign_sub(RATE * sums)
+        sums.assign(tf.zeros_like(sums))
+        return tf.constant(True)
+
+    tf.cond(o.slots[0] % 2.0 < 1.0, update, lambda: tf.constant(False))
+
+
+def _perturbed(o: Updates, v: tf.Variable, g: Any) -> None:
+    g = tf.convert_to_tensor(g)
+    v.assign_add(0.01 * tf.sign(g))
+    norm = tf.reduce_sum(tf.square(v))
+    v.assign_sub(0.01 * tf.sign(g) + RATE * g * tf.math.rsqrt(norm + 1.0))
+
+
+RULES: list[Callable[[Updates, tf.Variable, Any], None]] = [
+    _sgd, _momentum, _fused_adam, _adam, _averaged, _now_and_then, _perturbed,
+]  # fmt: skip
 
 
 def penalty(gradients: Sequence[tf.Tensor]) -> tf.Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import tensorflow as tf
 
+from optckpt.backends.tensorflow import overrides_gradient
 from optckpt.frontends.tf_traced import changes
 
 
@@ -19,7 +20,7 @@ def bypass_joins(operations: Iterable[tf.Operation], gradients: Sequence[tf.Tens
     source = {id(g): g for g in gradients}
     count = 0
     for op in operations:
-        if op.type != "IdentityN" or len(op.inputs) < 2:
+        if op.type != "IdentityN" or len(op.inputs) < 2 or not _is_plain(op):
             continue
         for given, out in zip(op.inputs, op.outputs, strict=True):
             gradient = source.get(id(given))
@@ -32,3 +33,8 @@ def bypass_joins(operations: Iterable[tf.Operation], gradients: Sequence[tf.Tens
                         changes(op.graph).redirect(reader, i, gradient)
                         count += 1
     return count
+
+
+def _is_plain(op: tf.Operation) -> bool:
+    """Whether the operation neither waits for others nor has a gradient of its own."""
+    return not op.control_inputs and not overrides_gradient(op)

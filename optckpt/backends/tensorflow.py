@@ -225,7 +225,7 @@ class Planner:
         for op, i, o in chain:
             if op.type == "IdentityN":
                 # A clone would hold the other inputs, too.
-                if _overrides_gradient(op) and isinstance(source, tuple):
+                if overrides_gradient(op) and isinstance(source, tuple):
                     self.edit.clones[source[0]].refuse_gradient = True
                 continue
             key = (op, source)
@@ -281,7 +281,8 @@ def _may_be_merged(unit: tuple[tf.Operation, ...]) -> bool:
 _MERGED_ALONE = tf_ops.MERGED_BY_OPTIMIZER - tf_ops.words("BiasAdd Pad")
 
 
-def _overrides_gradient(op: tf.Operation) -> bool:
+def overrides_gradient(op: tf.Operation) -> bool:
+    """Whether the operation is differentiated otherwise than others of its type."""
     try:
         op.get_attr("_gradient_op_type")
     except ValueError:
@@ -307,6 +308,9 @@ def check_acyclic(capture: Capture, edit: Edit) -> None:
     waiting = [0] * len(group)
 
     def edge(before: Node, after: Node) -> None:
+        # What is not a member was there before all members.
+        if before not in index:
+            return
         a, b = group[index[before]], group[index[after]]
         if a != b:
             next_of[a].append(b)
@@ -323,9 +327,7 @@ def check_acyclic(capture: Capture, edit: Edit) -> None:
         for source in clone.inputs:
             edge(_node(source), c)
     for before, after in edit.controls:
-        # What is not a member was there before all members.
-        if before in index:
-            edge(before, after)
+        edge(before, after)
     ready = [g for g, w in enumerate(waiting) if not w]
     while ready:
         g = ready.pop()
