@@ -19,11 +19,14 @@ from optckpt.backends.xla_figures import Compiled, XlaFigures, read_compiled
 from optckpt.backends.xla_ties import _tie, _true_after, operand_to_tie, rewrite_for_xla
 from optckpt.config import Config
 from optckpt.errors import CaptureError, OverBudgetError
+from optckpt.frontends import synthetic
 from optckpt.frontends.tensorflow import Capture, capture
 from optckpt.graph import TrainingGraph
-from optckpt.schedule import Plan, Schedule
+from optckpt.planner import make_plan
+from optckpt.schedule import Certificate, Plan, Schedule, Solution
 from optckpt.simulate import simulate
-from optckpt.solvers.registry import solve
+from optckpt.solvers.recompute import always_kept, schedule_from_kept
+from optckpt.solvers.registry import SolveOptions, solve
 
 MIB = 1024 * 1024
 FLOPS = Config.model_validate(
@@ -186,7 +189,7 @@ def test_without_ties_xla_merges_what_is_executed_again(monkeypatch: pytest.Monk
 
 
 def test_the_allocator_reports_what_is_predicted() -> None:
-    network = mlp(depth=16, width=512, rows=2048)
+    network = mlp(depth=12, width=256, rows=1024)
     plans: list[Plan] = []
     loss, xs, (x,) = network
 
@@ -208,6 +211,39 @@ def test_the_allocator_reports_what_is_predicted() -> None:
     assert plan.budget < plan.plain_peak
     assert plan.overhead > 0
     assert_same([t.numpy() for t in result], Step(network)())
+
+
+class Wasteful:
+    """A compiler that needs a fifth more than what is simulated, and notes what it compiles."""
+
+    def __init__(self, is_slow: bool) -> None:
+        self.is_slow = is_slow
+        self.asked: list[Schedule] = []
+
+    def peak(self, graph: TrainingGraph, schedule: Schedule) -> int:
+        self.asked.append(schedule)
+        return simulate(graph, schedule).peak * 6 // 5
+
+
+def keep_the_last(graph: TrainingGraph, budget: int | None, options: SolveOptions) -> Solution:
+    """Keeps as many buffers as fit, the latest first."""
+    for n in range(len(graph.buffers)):
+        schedule = schedule_from_kept(graph, always_kept(graph) | set(range(n, len(graph.buffers))))
+        result = simulate(graph, schedule)
+        if budget is None or result.peak <= budget:
+            break
+    status = "feasible" if budget is None or result.peak <= budget else "over-budget"
+    return Solution(schedule, Certificate("last", status, result.overhead, 0.0, 0.0))
+
+
+def test_a_slow_compiler_is_not_asked_for_a_small_gain() -> None:
+    graph = synthetic.chain(40)
+    slow, fast = Wasteful(is_slow=True), Wasteful(is_slow=False)
+    for reporter in (slow, fast):
+        plan = make_plan(graph, "80%", keep_the_last, allocator=reporter)
+        assert plan.budget is not None
+        assert plan.live_peak < plan.predicted_peak <= plan.budget < plan.plain_peak
+    assert len(set(slow.asked)) < len(set(fast.asked))
 
 
 def test_a_budget_below_what_xla_needs_is_refused() -> None:
