@@ -199,7 +199,7 @@ def test_a_step_on_one_device_takes_a_mapping_as_well():
         loss = tf.reduce_sum(tf.tanh(x @ w))
         return optckpt.gradients(loss, [w], budget=budget, config=config)
 
-    step.get_concrete_function(tf.TensorSpec([512, 256]), {"CPU:0": "90%"})
+    step.get_concrete_function(tf.TensorSpec([512, 256]), {"CPU:0": "1GiB"})
     assert optckpt.last_plans()["CPU:0"] is optckpt.last_plan()
     with pytest.raises(BudgetError, match="names device CPU:1, but the step does nothing there"):
-        step.get_concrete_function(tf.TensorSpec([512, 256]), {"CPU:0": "90%", "CPU:1": "90%"})
+        step.get_concrete_function(tf.TensorSpec([512, 256]), {"CPU:0": "1GiB", "CPU:1": 0.9})

@@ -17,17 +17,30 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-RUNS = [
+REPLICAS = [
     {"way": "plain"},
     {"way": "gradients", "budget": "70%"},
     {"way": "whole", "budget": "70%"},
+    {"way": "fit-plain"},
+    {"way": "fit-whole", "budget": "75%"},
+]
+WORKERS = [
     {"way": "plain-each"},
     {"way": "whole-each", "budget": "70%"},
     {"way": "fit-plain"},
     {"way": "fit-whole", "budget": "75%"},
 ]
-BUDGETED = [i for i, run in enumerate(RUNS) if "budget" in run]
-PLAIN = {1: 0, 2: 0, 4: 3, 6: 5}
+
+
+def plain_of(runs: list[dict[str, str]], way: str) -> int:
+    """The number of the run to compare with."""
+    if way.startswith("fit"):
+        return number(runs, "fit-plain")
+    return number(runs, "plain-each" if way.endswith("-each") else "plain")
+
+
+def number(runs: list[dict[str, str]], way: str) -> int:
+    return [run["way"] for run in runs].index(way)
 
 
 class Outcome:
@@ -84,7 +97,7 @@ def free_ports(count: int) -> list[int]:
 @pytest.fixture(scope="module")
 def mirrored(tmp_path_factory) -> Outcome:
     out = tmp_path_factory.mktemp("mirrored") / "out"
-    return outcomes([start({"strategy": "mirrored", "runs": RUNS}, out, {})])[0]
+    return outcomes([start({"strategy": "mirrored", "runs": REPLICAS}, out, {})])[0]
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +112,7 @@ def workers(tmp_path_factory) -> list[Outcome]:
             # Two machines share no folder.
             "OPTCKPT_CACHE_DIR": str(folder / f"cache{index}"),
         }
-        spec = {"strategy": "workers", "runs": RUNS}
+        spec = {"strategy": "workers", "runs": WORKERS}
         processes.append(start(spec, folder / f"out{index}", environment))
     return outcomes(processes)
 
@@ -110,54 +123,60 @@ def assert_equal(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> N
         np.testing.assert_array_equal(value, right[name], err_msg=name)
 
 
-@pytest.mark.parametrize("run", BUDGETED, ids=lambda i: RUNS[i]["way"])
-def test_replicas_train_as_without_a_budget(mirrored, run):
-    assert_equal(mirrored.arrays(run), mirrored.arrays(PLAIN[run]))
-    losses = mirrored.arrays(run)["losses"]
-    assert losses[-1] < losses[0]
+replica_ways = pytest.mark.parametrize("way", ["gradients", "whole", "fit-whole"])
+worker_ways = pytest.mark.parametrize("way", ["whole-each", "fit-whole"])
 
 
-@pytest.mark.parametrize("run", BUDGETED, ids=lambda i: RUNS[i]["way"])
-def test_replicas_share_one_plan_that_is_solved_once(mirrored, run):
-    report = mirrored.reports[run]
-    if RUNS[run]["way"] == "whole-each":
-        # Means of single variables are taken on one of the devices: the steps differ.
-        assert report["solves"] == 2
-    else:
-        assert report["solves"] == 1
-        assert report["sources"] == ["solved", "cache"]
-        assert report["schedules"][0] == report["schedules"][1]
+@replica_ways
+def test_replicas_train_as_without_a_budget(mirrored, way):
+    found = mirrored.arrays(number(REPLICAS, way))
+    assert_equal(found, mirrored.arrays(plain_of(REPLICAS, way)))
+    assert found["losses"][-1] < found["losses"][0]
+
+
+@replica_ways
+def test_replicas_share_one_plan_that_is_solved_once(mirrored, way):
+    report = mirrored.reports[number(REPLICAS, way)]
+    assert report["solves"] == 1
+    assert report["sources"] == ["solved", "cache"]
+    assert report["schedules"][0] == report["schedules"][1]
     assert report["clones"]["CPU:0"] == report["clones"]["CPU:1"] > 0
     assert report["misplaced"] == []
 
 
-@pytest.mark.parametrize("run", BUDGETED, ids=lambda i: RUNS[i]["way"])
-def test_collectives_of_replicas_are_not_repeated(mirrored, run):
-    collectives = mirrored.reports[run]["collectives"]
-    assert collectives == mirrored.reports[PLAIN[run]]["collectives"]
-    assert len(collectives) == (0 if RUNS[run]["way"] == "whole-each" else 2)
+@replica_ways
+def test_collectives_of_replicas_are_not_repeated(mirrored, way):
+    collectives = mirrored.reports[number(REPLICAS, way)]["collectives"]
+    assert collectives == mirrored.reports[plain_of(REPLICAS, way)]["collectives"]
+    assert len(collectives) == 2
 
 
-@pytest.mark.parametrize("run", BUDGETED, ids=lambda i: RUNS[i]["way"])
-def test_workers_train_as_without_a_budget(workers, run):
+@worker_ways
+def test_workers_train_as_without_a_budget(workers, way):
     # Moving averages are each worker's own.
     for worker in workers:
-        assert_equal(worker.arrays(run), worker.arrays(PLAIN[run]))
-    chief, other = (worker.arrays(run)["losses"] for worker in workers)
+        assert_equal(worker.arrays(number(WORKERS, way)), worker.arrays(plain_of(WORKERS, way)))
+    chief, other = (worker.arrays(number(WORKERS, way))["losses"] for worker in workers)
     np.testing.assert_array_equal(chief, other)
 
 
-@pytest.mark.parametrize("run", BUDGETED, ids=lambda i: RUNS[i]["way"])
-def test_workers_take_the_plan_of_the_chief(workers, run):
-    chief, other = (worker.reports[run] for worker in workers)
+@worker_ways
+def test_workers_take_the_plan_of_the_chief(workers, way):
+    chief, other = (worker.reports[number(WORKERS, way)] for worker in workers)
     assert (chief["solves"], other["solves"]) == (1, 0)
     assert chief["sources"] == ["solved"]
     assert other["sources"] == ["cache"]
     assert chief["schedules"] == other["schedules"]
     assert chief["clones"] == other["clones"]
     assert chief["clones"]["CPU:0"] > 0
-    assert chief["collectives"] == other["collectives"]
-    assert chief["collectives"] == workers[0].reports[PLAIN[run]]["collectives"]
+    assert chief["misplaced"] == other["misplaced"] == []
+
+
+@worker_ways
+def test_collectives_of_workers_are_not_repeated(workers, way):
+    chief, other = (worker.reports[number(WORKERS, way)]["collectives"] for worker in workers)
+    assert chief == other == workers[0].reports[plain_of(WORKERS, way)]["collectives"]
+    assert len(chief) > (8 if way.endswith("-each") else 0)
 
 
 def test_no_worker_complains(workers):
@@ -168,6 +187,6 @@ def test_no_worker_complains(workers):
 
 def test_replicas_and_workers_train_alike(mirrored, workers):
     """Two replicas in one process and one in each of two sum up the same gradients."""
-    for run in range(len(RUNS)):
-        left, right = mirrored.arrays(run), workers[0].arrays(run)
-        np.testing.assert_allclose(left["losses"], right["losses"], rtol=1e-5)
+    left = mirrored.arrays(number(REPLICAS, "fit-whole"))["losses"]
+    right = workers[0].arrays(number(WORKERS, "fit-whole"))["losses"]
+    np.testing.assert_allclose(left, right, rtol=1e-5)
