@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         patch,
     )
     from optckpt.eager import value_and_gradients
+    from optckpt.part import budgeted
     from optckpt.pipeline import last_plan, last_plans
     from optckpt.step import whole_step
     from optckpt.tape import GradientTape
@@ -45,6 +46,7 @@ __all__ = [
     "Schedule",
     "Simulation",
     "TrainingGraph",
+    "budgeted",
     "gradients",
     "gradients_collection",
     "gradients_memory",
@@ -61,6 +63,7 @@ __all__ = [
 
 _NEED_TENSORFLOW = {
     "GradientTape": "tape",
+    "budgeted": "part",
     "gradients": "call",
     "gradients_collection": "call",
     "gradients_memory": "call",

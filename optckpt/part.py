@@ -1,0 +1,534 @@
+"""A budget for a part: a function whose own forward and backward pass stay within it.
+
+The function is traced together with its gradients and planned as a step of its own. The rewritten
+graph is then cut in two: what gives the results, and what gives the gradients. Tensors of the first
+that the second reads are what the part keeps in between; the plan has chosen them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.eager import record
+from tensorflow.python.framework import ops
+from tensorflow.python.framework.auto_control_deps import op_is_stateful
+from tensorflow.python.ops import handle_data_util, resource_variable_ops
+
+from optckpt import pipeline
+from optckpt.backends.tensorflow import rewrite
+from optckpt.budget import Budget
+from optckpt.config import Config
+from optckpt.errors import CaptureError
+from optckpt.frontends.tensorflow import Capture, capture
+from optckpt.graph import TrainingGraph
+from optckpt.planner import check_fits, make_plan
+from optckpt.request import Checkpoints, Request
+from optckpt.schedule import Plan, Schedule
+from optckpt.simulate import simulate
+from optckpt.sizes import of_inputs
+from optckpt.solvers.registry import Strategy
+from optckpt.xla import refuse_xla
+
+Decorated = Callable[..., Any]
+
+
+def budgeted(
+    budget: Budget | int | float | str | None = None,
+    *,
+    max_overhead: float | None = None,
+    strategy: str | Strategy | None = None,
+    checkpoints: Checkpoints | None = None,
+    config: Config | str | Path | None = None,
+    on_plan: Callable[[Plan], None] | None = None,
+) -> Callable[[Decorated], Decorated]:
+    """A decorator that gives a function, a block of a network say, a budget of its own.
+
+    ```python
+    @optckpt.budgeted("200MiB")
+    def block(x):
+        ...
+    ```
+
+    Called under a `tf.GradientTape`, in eager code or inside a tf.function (there also with
+    `tf.gradients`), the function returns what it did, and its gradients are those it had, bit for
+    bit. Between its forward and its backward pass it keeps no more than the plan has it keep: like
+    `tf.recompute_grad`, but what is kept is chosen, and what is random or changes a variable is
+    executed once: dropout is computed again from the same mask.
+
+    The budget is for the part alone: its arguments, variables and results, what it keeps, computes
+    and computes again, and its gradients. What else is on the device does not count. A step with
+    several parts needs what each keeps, and the peak of the one that runs. For a budget of the
+    whole step use `optckpt.gradients` or `optckpt.whole_step` instead.
+
+    The function is traced and planned once per signature of its arguments (in a tf.function: per
+    trace of that), in its given order. Its arguments and results are tensors, or structures of
+    them; anything else among the arguments is a constant. Gradients flow to its arguments and to
+    the trainable variables it uses; not to tensors it takes from the code around it. Second
+    derivatives are those of the rewritten backward pass, within no budget.
+
+    Args:
+        budget: bytes, a size, or a share of what the part needs when it is not rewritten.
+        max_overhead, strategy, checkpoints, config, on_plan: as for `optckpt.gradients`.
+
+    Raises:
+        OptckptError: if an argument is not what it should be. The function raises what
+            `optckpt.gradients` raises, when it is traced, and CaptureError if it returns something
+            else than tensors or takes a tensor from a tf.function around it.
+    """
+    request = Request.of(
+        budget,
+        max_overhead=max_overhead,
+        strategy=strategy,
+        checkpoints=checkpoints,
+        config=config,
+        on_plan=on_plan,
+    )
+
+    def decorate(fn: Decorated) -> Decorated:
+        part = _Part(fn, request)
+
+        @wraps(fn)
+        @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return part(args, kwargs)
+
+        return call
+
+    return decorate
+
+
+@dataclass(eq=False)
+class _Trace:
+    """A function with its gradients, as it was traced and rewritten."""
+
+    graph: tf.Graph
+    arguments: list[tf.Tensor]
+    structure: Any
+    """What the function returns."""
+    results: list[tf.Tensor]
+    slopes: list[tf.Tensor]
+    """What the gradients of the floating-point results are read from."""
+    variables: list[tf.Variable]
+    gradients: list[Any]
+    """Of the arguments, then of the variables: tensors, IndexedSlices, Nones."""
+    begin_backward: int
+    """Number of operations that the graph had before there were any gradients."""
+
+
+@dataclass(eq=False)
+class _Halves:
+    """A part that can be called."""
+
+    trace: _Trace
+    forward: Any
+    """Arguments -> results and what is kept."""
+    backward: Any
+    """Arguments, what is kept, slopes -> components of the gradients."""
+
+
+class _Part:
+    """A decorated function."""
+
+    def __init__(self, fn: Decorated, request: Request) -> None:
+        status = tf.__internal__.autograph.control_status_ctx()
+        convert = tf.__internal__.autograph.tf_convert
+        self._fn = convert(fn, status, convert_by_default=True)
+        self._name = getattr(fn, "__name__", "part")
+        self._request = request
+        self._eager: dict[Any, _Halves] = {}
+        # What is traced inside of a graph may have to do with that graph.
+        self._in_graphs: weakref.WeakKeyDictionary[tf.Graph, dict[Any, _Halves]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def __call__(self, args: Any, kwargs: Any) -> Any:
+        refuse_xla()
+        leaves = [
+            tf.convert_to_tensor(leaf) if _is_array(leaf) else leaf
+            for leaf in tf.nest.flatten((args, kwargs))
+        ]
+        places = [i for i, leaf in enumerate(leaves) if tf.is_tensor(leaf)]
+        tensors = [leaves[i] for i in places]
+        for t in tensors:
+            if not isinstance(t, tf.Tensor):
+                raise CaptureError(
+                    f"{self._name!r} has a budget of its own and takes tensors; it was given a "
+                    f"{type(t).__name__}: pass the tensors that it consists of"
+                )
+        known = self._eager
+        if not tf.executing_eagerly():
+            known = self._in_graphs.setdefault(tf.compat.v1.get_default_graph(), {})
+        key = _key((args, kwargs), leaves, places)
+        halves = known.get(key)
+        if halves is None:
+
+            def with_tensors(*given: tf.Tensor) -> Any:
+                filled = list(leaves)
+                for i, t in zip(places, given, strict=True):
+                    filled[i] = t
+                again, more = tf.nest.pack_sequence_as((args, kwargs), filled)
+                return self._fn(*again, **more)
+
+            halves = known[key] = self._halves(with_tensors, tensors)
+        results = _apply(halves, tensors)
+        return tf.nest.pack_sequence_as(halves.trace.structure, results)
+
+    def _halves(self, fn: Decorated, tensors: Sequence[tf.Tensor]) -> _Halves:
+        traces: list[_Trace] = []
+
+        def both(*given: tf.Tensor) -> None:
+            traces.append(self._trace(fn, given))
+
+        # Its graph is the source of what the halves are made of; it is never called itself.
+        tf.function(both, autograph=False).get_concrete_function(*tensors)
+        trace = traces[-1]
+        return _cut(trace, self._name)
+
+    def _trace(self, fn: Decorated, given: Sequence[tf.Tensor]) -> _Trace:
+        graph = tf.compat.v1.get_default_graph()
+        with tf.GradientTape() as tape:
+            tape.watch([t for t in given if _is_differentiable(t)])
+            structure = fn(*given)
+        results = tf.nest.flatten(structure)
+        for t in results:
+            if not isinstance(t, tf.Tensor):
+                raise CaptureError(
+                    f"{self._name!r} has a budget of its own and must return tensors, or "
+                    f"structures of them, but returned a {type(t).__name__}"
+                )
+        results = [tf.convert_to_tensor(t) if t.graph is graph else tf.identity(t) for t in results]
+        begin = len(graph.get_operations())
+        ys = [t for t in results if _is_differentiable(t)]
+        slopes = [tf.compat.v1.placeholder(t.dtype, t.shape) for t in ys]
+        variables = list(tape.watched_variables())
+        sources = [*given, *variables]
+        gradients: list[Any] = [None] * len(sources)
+        if ys:
+            wanted = [i for i, s in enumerate(sources) if _is_differentiable(s)]
+            found = tape.gradient(ys, [sources[i] for i in wanted], output_gradients=slopes)
+            for i, g in zip(wanted, found, strict=True):
+                gradients[i] = g
+        trace = _Trace(graph, list(given), structure, results, slopes, variables, gradients, begin)
+        self._refuse_captures(graph)
+        self._plan(trace, ys)
+        return trace
+
+    def _plan(self, trace: _Trace, ys: Sequence[tf.Tensor]) -> None:
+        """Rewrite the traced graph within the budget."""
+        gradients = _components(trace.gradients)
+        # An argument or a slope that is passed on is not computed.
+        computed = [g for g in gradients if g.op.type != "Placeholder"]
+        if not computed:
+            return
+        request = self._request
+        settings = request.settings
+        found = capture(
+            trace.graph,
+            ys,
+            computed,
+            keep=[t for t in trace.results if not _is_differentiable(t)],
+            count_from=settings.memory.count_from,
+            chain_from=settings.memory.chain_from,
+            shapes=of_inputs(trace.graph, settings),
+        )
+        graph = replace(pipeline.measure(found, settings), resident=found.graph.resident)
+        before = set(trace.graph.get_operations()[: trace.begin_backward])
+        backward = frozenset(u for u, unit in enumerate(found.units) if not before.issuperset(unit))
+        plan = self._planned(found, graph, backward)
+        rewrite(found, plan.schedule)
+        if request.on_plan is not None:
+            request.on_plan(plan)
+
+    def _planned(self, found: Capture, graph: TrainingGraph, backward: frozenset[int]) -> Plan:
+        """A plan with which the part fits, what it keeps included.
+
+        What is kept stays in memory until the backward pass has ended, longer than a plan for one
+        step has it: the target is lowered until that fits.
+        """
+        request, settings = self._request, self._request.settings
+        # Another order might have results wait for slopes.
+        options = replace(
+            pipeline._solve_options(settings, found, request.checkpoints), order="fixed"
+        )
+        budget, allowed = request.budget_on(found.device), None
+        for _ in range(_ROUNDS):
+            plan = make_plan(
+                graph,
+                budget,
+                request.strategy,
+                options,
+                margin=settings.memory.margin,
+                allocator=pipeline.allocator_of(found),
+                plain_graph=found.plain(graph),
+                max_overhead=request.max_overhead,
+                repeat=settings.solver.repeat,
+            )
+            more = kept_longer(graph, plan.schedule, backward)
+            if allowed is None:
+                allowed = plan.budget
+            plan = replace(
+                plan,
+                budget=allowed,
+                live_peak=plan.live_peak + more,
+                predicted_peak=plan.predicted_peak + more,
+            )
+            if allowed is None or plan.predicted_peak <= allowed:
+                break
+            aim = allowed if budget is None or budget.bytes is None else budget.bytes
+            budget = Budget(bytes=max(1, aim - max(plan.predicted_peak - allowed, aim // 100)))
+        return check_fits(plan)
+
+    def _refuse_captures(self, graph: tf.Graph) -> None:
+        for outer, _ in graph.captures:
+            if isinstance(outer, tf.Tensor) and hasattr(outer, "op") and _is_differentiable(outer):
+                raise CaptureError(
+                    f"{self._name!r} has a budget of its own and takes tensor {outer.name!r} from "
+                    "the tf.function around it, to which no gradient would flow: pass it as an "
+                    "argument"
+                )
+
+
+_ROUNDS = 8
+"""Plans made at most."""
+
+
+def kept_longer(graph: TrainingGraph, schedule: Schedule, backward: frozenset[int]) -> int:
+    """Bytes by which the peak grows if what crosses into the backward pass stays until the end.
+
+    `backward`: the operations of the backward pass. Copies that are made before the first of them
+    runs, or a forward operation is executed again, cross if they are read later.
+    """
+    executions = schedule.executions
+    counts: set[int] = set()
+    cut = len(executions)
+    for k, o in enumerate(executions):
+        if o in backward or o in counts:
+            cut = k
+            break
+        counts.add(o)
+    last: dict[int, int] = {}
+    copy: dict[int, int] = {}
+    for k, o in enumerate(executions):
+        for b in graph.operations[o].reads:
+            if k >= cut and copy[b] < cut:
+                last[b] = k
+        for b in graph.operations[o].writes:
+            copy[b] = k
+    more = [0] * (len(executions) + 1)
+    for b, k in last.items():
+        if b in graph.outputs:
+            continue
+        taken_over = b in graph.operations[executions[k]].inplace
+        more[k if taken_over else k + 1] += graph.buffers[b].size
+    simulated = simulate(graph, schedule)
+    highest = held = 0
+    for k, size in enumerate(simulated.profile):
+        held += more[k]
+        highest = max(highest, size + held)
+    return highest - simulated.peak
+
+
+def _apply(halves: _Halves, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    trace = halves.trace
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def call(*given: tf.Tensor) -> Any:
+        # The halves are not to be differentiated: that would keep all that they compute.
+        with record.stop_recording():
+            outputs = halves.forward(*given)
+        results, kept = outputs[: len(trace.results)], outputs[len(trace.results) :]
+        for v in trace.variables:
+            resource_variable_ops.variable_accessed(v)
+
+        def grad(*slopes: Any, variables: Any = None) -> Any:
+            mine = [
+                tf.zeros_like(y) if s is None else s
+                for y, s in zip(results, slopes, strict=True)
+                if _is_differentiable(y)
+            ]
+            gradients = _packed(trace.gradients, halves.backward(*given, *kept, *mine))
+            of_arguments = gradients[: len(given)]
+            if variables is None:
+                return of_arguments
+            of = {v.ref(): g for v, g in zip(trace.variables, gradients[len(given) :], strict=True)}
+            return of_arguments, [of.get(v.ref()) for v in variables]
+
+        return results, grad
+
+    found: list[tf.Tensor] = list(call(*tensors))
+    return found
+
+
+# --- Cutting ------------------------------------------------------------------------------------
+
+
+def _cut(trace: _Trace, name: str) -> _Halves:
+    """The two halves of a rewritten trace, as functions."""
+    index = {op: i for i, op in enumerate(trace.graph.get_operations())}
+    before = list(index)[: trace.begin_backward]
+    roots = [t.op for t in trace.results] + [op for op in before if _has_effect(op)]
+    first = _closure(roots, set(), index)
+    for t in trace.slopes:
+        if t.op in first:
+            raise CaptureError(
+                f"{name!r} cannot be cut between its forward and its backward pass: operation "
+                f"{t.op.name!r} of the backward pass comes first"
+            )
+    gradients = _components(trace.gradients)
+    roots = [g.op for g in gradients]
+    roots += [op for op in index if _has_effect(op) and op not in first and op not in before]
+    second = _closure(roots, set(first), index)
+    # Constants are not worth keeping.
+    there = {id(t) for t in (*trace.arguments, *trace.slopes, *_captured(trace.graph))}
+    read = {id(t): t for op in second for t in op.inputs if t.op in first}
+    read |= {id(t): t for t in gradients if t.op in first}
+    constants = {t.op for t in read.values() if t.op.type == "Const"}
+    kept = [t for t in read.values() if t.op not in constants and id(t) not in there]
+    rest = [*constants, *second]
+
+    def forward(*given: tf.Tensor) -> list[tf.Tensor]:
+        known = _inputs(trace.graph, trace.arguments, given)
+        _copy(first, known, trace.graph)
+        return [known[id(t)] for t in (*trace.results, *kept)]
+
+    def backward(*given: tf.Tensor) -> list[tf.Tensor]:
+        inputs = (*trace.arguments, *kept, *trace.slopes)
+        known = _inputs(trace.graph, inputs, given)
+        _copy(rest, known, trace.graph)
+        return [known[id(t)] for t in gradients]
+
+    def function(half: Any, inputs: Sequence[tf.Tensor]) -> Any:
+        # Inlined into the function around, its operations would mingle with others.
+        alone = {"_noinline": True}
+        made = tf.function(half, autograph=False, experimental_attributes=alone)
+        return made.get_concrete_function(*(tf.TensorSpec(t.shape, t.dtype) for t in inputs))
+
+    return _Halves(
+        trace,
+        function(forward, trace.arguments),
+        function(backward, (*trace.arguments, *kept, *trace.slopes)),
+    )
+
+
+def _closure(
+    roots: Iterable[tf.Operation], known: set[tf.Operation], index: Mapping[tf.Operation, int]
+) -> dict[tf.Operation, None]:
+    """`roots` and all that they wait for, but for `known`, in an order in which they may run."""
+    order: dict[tf.Operation, None] = {}
+    entered = set(known)
+    stack = [(op, False) for op in sorted(set(roots), key=index.__getitem__, reverse=True)]
+    while stack:
+        op, done = stack.pop()
+        if done:
+            order[op] = None
+        elif op not in entered:
+            entered.add(op)
+            stack.append((op, True))
+            above = {t.op for t in op.inputs} | set(op.control_inputs)
+            stack += [(p, False) for p in sorted(above - entered, key=lambda p: -index[p])]
+    return order
+
+
+def _captured(graph: tf.Graph) -> list[tf.Tensor]:
+    return [inner for _, inner in graph.captures]
+
+
+def _inputs(
+    source: tf.Graph, inputs: Sequence[tf.Tensor], given: Sequence[tf.Tensor]
+) -> dict[int, tf.Tensor]:
+    """id(tensor of `source`) -> what stands for it in the graph that is being traced."""
+    graph = tf.compat.v1.get_default_graph()
+    known = {id(inner): graph.capture(outer) for outer, inner in source.captures}
+    return known | {id(t): g for t, g in zip(inputs, given, strict=True)}
+
+
+def _copy(
+    operations: Iterable[tf.Operation], known: dict[int, tf.Tensor], source: tf.Graph
+) -> None:
+    """Copy operations into the graph that is being traced; `known` gets their outputs."""
+    graph = tf.compat.v1.get_default_graph()
+    for function in source._functions.values():
+        graph._add_function_recursive(function)
+    made: dict[tf.Operation, tf.Operation] = {}
+    for op in operations:
+        if all(id(t) in known for t in op.outputs) and op.outputs:
+            continue
+        definition = op.node_def
+        definition.name = graph.unique_name(op.name)
+        del definition.input[:]
+        definition.attr.pop("_class", None)
+        new = ops.Operation.from_node_def(
+            definition,
+            graph,
+            inputs=[known[id(t)] for t in op.inputs],
+            output_types=None,
+            control_inputs=[made[p] for p in op.control_inputs if p in made],
+            op_def=op.op_def,
+        )
+        made[op] = new
+        for old, t in zip(op.outputs, new.outputs, strict=True):
+            t.set_shape(old.shape)
+            handle_data_util.copy_handle_data(old, t)
+            known[id(old)] = t
+
+
+# --- Tensors -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """A leaf of the arguments, for a key: of its type, because 1 == 1.0 == True."""
+
+    kind: type
+    value: Any = field(hash=False)
+
+
+def _key(structure: Any, leaves: Sequence[Any], places: Sequence[int]) -> Any:
+    tensors = set(places)
+    shape = repr(tf.nest.pack_sequence_as(structure, [0] * len(leaves)))
+    described: list[Any] = []
+    for i, leaf in enumerate(leaves):
+        if i in tensors:
+            dims = None if leaf.shape.rank is None else tuple(leaf.shape.as_list())
+            described.append((leaf.dtype, dims))
+        else:
+            described.append(_Leaf(type(leaf), leaf))
+    return shape, tuple(described)
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "__array__") and not tf.is_tensor(leaf) and not hasattr(leaf, "assign")
+
+
+def _is_differentiable(tensor: Any) -> bool:
+    return bool(tensor.dtype.is_floating or tensor.dtype.is_complex)
+
+
+def _has_effect(op: tf.Operation) -> bool:
+    return bool(op_is_stateful(op)) and op.type not in ("ReadVariableOp", "Placeholder")
+
+
+def _components(gradients: Iterable[Any]) -> list[tf.Tensor]:
+    """The tensors of gradients, each once."""
+    found: dict[int, tf.Tensor] = {}
+    for g in tf.nest.flatten(list(gradients), expand_composites=True):
+        if g is not None:
+            found[id(g)] = g
+    return list(found.values())
+
+
+def _packed(like: Sequence[Any], tensors: Sequence[tf.Tensor]) -> list[Any]:
+    """Tensors for the `_components` of `like`, in its structure."""
+    given = {id(t): new for t, new in zip(_components(like), tensors, strict=True)}
+
+    def stand_in(g: Any) -> Any:
+        return None if g is None else given[id(g)]
+
+    packed: list[Any] = tf.nest.map_structure(stand_in, list(like), expand_composites=True)
+    return packed

@@ -1,0 +1,251 @@
+"""A budget for a part: same values and gradients, fewer bytes kept."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import optckpt
+from optckpt.config import Config
+from optckpt.errors import BudgetError, CaptureError, InfeasibleBudgetError
+
+pytestmark = pytest.mark.usefixtures("grappler_off")
+
+QUICK = Config.model_validate(
+    {"costs": {"model": "flops"}, "solver": {"gap": 0.05, "time_limit": 5.0}}
+)
+X = tf.constant(np.random.default_rng(0).normal(size=(4096, 64)).astype(np.float32))
+
+
+def weights(layers: int = 8) -> list[tf.Variable]:
+    rng = np.random.default_rng(1)
+    return [
+        tf.Variable(rng.normal(size=(64, 64)).astype(np.float32) / 8, name=f"w{i}")
+        for i in range(layers)
+    ]
+
+
+def stack(x, ws):
+    for w in ws:
+        x = tf.tanh(x @ w) * 1.5
+    return x
+
+
+def repeats(plan) -> int:
+    return len(plan.schedule) - len(set(plan.schedule.executions))
+
+
+def gradients_of(block, x, sources, graph):
+    """Loss and gradients of a network around `block`, in eager mode or in a tf.function."""
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = tf.reduce_mean(tf.square(block(tf.sin(x))))
+        return loss, tape.gradient(loss, [x, *sources])
+
+    return (tf.function(step) if graph else step)(x)
+
+
+def same(got, expected) -> None:
+    got, expected = tf.nest.flatten(got, True), tf.nest.flatten(expected, True)
+    assert len(got) == len(expected) > 0
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+class TestValues:
+    def test_same_values_and_gradients(self, graph):
+        ws = weights()
+        plans = []
+        block = optckpt.budgeted("70%", config=QUICK, on_plan=plans.append)(lambda x: stack(x, ws))
+        for _ in range(2):
+            same(
+                gradients_of(block, X, ws, graph),
+                gradients_of(tf.function(lambda x: stack(x, ws)), X, ws, graph),
+            )
+        (plan,) = plans if not graph else plans[:1]
+        assert repeats(plan) > 0
+        assert plan.predicted_peak <= plan.budget < plan.plain_peak
+
+    def test_several_arguments_and_results(self, graph):
+        ws = weights(4)
+        other = tf.Variable(tf.ones((64,)), trainable=False)
+
+        def fn(x, pair, scale, *, power=1):
+            first = stack(x * pair["a"], ws) * scale + other
+            return {"y": first**power, "n": tf.argmax(first, 1), "z": (pair["a"] * 2.0,)}
+
+        def network(fn):
+            def step(x, a):
+                with tf.GradientTape() as tape:
+                    tape.watch([x, a])
+                    out = fn(x, {"a": a}, 0.5, power=2)
+                    loss = tf.reduce_sum(out["y"]) + tf.reduce_sum(out["z"][0])
+                return out, tape.gradient(loss, [x, a, *ws])
+
+            return tf.function(step) if graph else step
+
+        a = tf.constant(np.linspace(0.5, 1, 64), tf.float32)
+        part = optckpt.budgeted("80%", config=QUICK)(fn)
+        got = network(part)(X, a)
+        same(got, network(tf.function(fn))(X, a))
+        assert set(got[0]) == {"y", "n", "z"}
+
+    def test_a_mask_is_drawn_once(self, graph):
+        ws = weights(6)
+        masks = tf.Variable(tf.zeros_like(X))
+        count = tf.Variable(0)
+
+        def fn(x):
+            count.assign_add(1)
+            for w in ws[:3]:
+                x = tf.tanh(x @ w)
+            mask = tf.cast(tf.random.uniform(x.shape) > 0.5, tf.float32)
+            masks.assign(mask)
+            x = x * mask
+            for w in ws[3:]:
+                x = tf.sin(x @ w) * x
+            return x
+
+        def fixed(x):
+            for w in ws[:3]:
+                x = tf.tanh(x @ w)
+            x = x * masks
+            for w in ws[3:]:
+                x = tf.sin(x @ w) * x
+            return x
+
+        block = optckpt.budgeted("75%", config=QUICK)(fn)
+        got = gradients_of(block, X, ws, graph)
+        same(got, gradients_of(tf.function(fixed), X, ws, graph))
+        assert count.numpy() == 1
+
+    def test_dropout_and_moving_averages_of_keras(self, graph):
+        def make():
+            keras.utils.set_random_seed(3)
+            block = keras.Sequential([keras.Input((64,))])
+            for _ in range(4):
+                block.add(keras.layers.Dense(64, activation="tanh"))
+                block.add(keras.layers.BatchNormalization())
+                block.add(keras.layers.Dropout(0.2))
+            return block
+
+        plain, mine = make(), make()
+        sources = [v.value for v in plain.trainable_variables]
+        part = optckpt.budgeted("80%", config=QUICK)(lambda x: mine(x, training=True))
+        for _ in range(2):
+            same(
+                gradients_of(part, X, [v.value for v in mine.trainable_variables], graph),
+                gradients_of(lambda x: plain(x, training=True), X, sources, True),
+            )
+            same([v.value for v in mine.variables], [v.value for v in plain.variables])
+
+    def test_embedding(self, graph):
+        table = tf.Variable(tf.random.stateless_normal((50, 64), (1, 2)))
+        ws = weights(4)
+        ids = tf.constant(np.arange(4096) % 50)
+
+        def network(fn):
+            def step(ids):
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_mean(fn(ids))
+                return loss, tape.gradient(loss, [table, *ws])
+
+            return (tf.function(step) if graph else step)(ids)
+
+        def fn(ids):
+            return stack(tf.gather(table, ids), ws)
+
+        loss, grads = network(optckpt.budgeted("90%", config=QUICK)(fn))
+        assert isinstance(grads[0], tf.IndexedSlices)
+        same((loss, grads), network(tf.function(fn)))
+
+
+class TestMemory:
+    def test_what_it_keeps_and_needs(self):
+        ws = weights(12)
+        plans = []
+
+        def fn(x):
+            return stack(x, ws)
+
+        def measured(block):
+            """Bytes kept between forward and backward pass, and peak, beside what is there."""
+            info = tf.config.experimental.get_memory_info
+            kept = peak = 0
+            for _ in range(2):
+                start = info("CPU:0")["current"]
+                with tf.GradientTape() as tape:
+                    y = block(X)
+                kept = info("CPU:0")["current"] - start
+                tf.config.experimental.reset_memory_stats("CPU:0")
+                tape.gradient(y, ws, output_gradients=y)
+                peak = info("CPU:0")["peak"] - start
+                del y, tape
+            return kept, peak
+
+        part = optckpt.budgeted("50%", config=QUICK, on_plan=plans.append)(fn)
+        kept, peak = measured(part)
+        plain_kept, _ = measured(tf.function(fn))
+        (plan,) = plans
+        assert kept < plain_kept / 2
+        # The budget counts the argument as well, which is there before.
+        assert peak + X.shape[0] * X.shape[1] * 4 <= plan.budget
+
+    def test_one_plan_per_signature(self):
+        ws = weights(4)
+        plans = []
+        block = optckpt.budgeted("90%", config=QUICK, on_plan=plans.append)(
+            lambda x, n: stack(x, ws[: int(n * 2)])
+        )
+        for args in ((X, 1), (X, 1), (X[:2048], 1), (X, 1.0), (X, 2), (X.numpy(), 2)):
+            block(*args)
+        assert len(plans) == 4
+
+    def test_in_a_step_with_a_budget(self):
+        ws = weights(8)
+        plans = []
+        block = optckpt.budgeted("80%", config=QUICK)(lambda x: stack(x, ws[:4]))
+
+        def step(fn, gradients):
+            return lambda x: gradients(tf.reduce_mean(stack(fn(x), ws[4:])), ws)
+
+        def mine(ys, xs):
+            return optckpt.gradients(ys, xs, budget="90%", config=QUICK, on_plan=plans.append)
+
+        got = tf.function(step(block, mine))(X)
+        same(got, tf.function(step(lambda x: stack(x, ws[:4]), tf.gradients))(X))
+        assert len(plans) == 1
+
+
+class TestRefusals:
+    def test_arguments(self):
+        with pytest.raises(BudgetError, match="lots"):
+            optckpt.budgeted("lots")
+
+    def test_no_tensors(self):
+        block = optckpt.budgeted("80%", config=QUICK)(lambda x: (x, "text"))
+        with pytest.raises(CaptureError, match=r"must return tensors.*returned a str"):
+            block(X)
+        with pytest.raises(CaptureError, match=r"takes tensors.*RaggedTensor"):
+            block(tf.ragged.constant([[1.0], [2.0, 3.0]]))
+
+    def test_tensor_of_the_function_around_it(self):
+        @tf.function
+        def step(x):
+            y = tf.sin(x)
+            block = optckpt.budgeted("80%", config=QUICK)(lambda x: x * y)
+            return tf.gradients(block(x), x)
+
+        with pytest.raises(CaptureError, match=r"to which no gradient would flow: pass it as"):
+            step(X)
+
+    def test_budget_that_cannot_be_met(self):
+        ws = weights(2)
+        block = optckpt.budgeted(1000, config=QUICK)(lambda x: stack(x, ws))
+        with pytest.raises(InfeasibleBudgetError, match="no schedule fits"):
+            block(X)
