@@ -117,8 +117,8 @@ def capture(
             (says which argument or operation makes it so).
     """
     _check(tf_graph, ys, gradients, keep)
-    if shapes:
-        sized = shadow(tf_graph, shapes)
+    sized = shadow(tf_graph, shapes) if shapes else None
+    if sized is not None:
         history = [sized.carried(past) for past in getattr(tf_graph, HISTORY, ())]
         setattr(sized.graph, HISTORY, history)
         found = capture(

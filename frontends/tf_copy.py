@@ -20,17 +20,19 @@ from tensorflow.python.ops import handle_data_util
 
 from optckpt.frontends import tf_ops
 from optckpt.frontends.tf_chance import is_view_by_chance
+from optckpt.frontends.tf_devices import Devices
 from optckpt.frontends.tf_elements import (
     HANDLES,
     SPECIAL,
     Argument,
     Elements,
+    common,
     merged,
     says_more,
     write_shapes,
 )
 from optckpt.frontends.tf_functions import BRANCHES, LOOPS, function_graph, function_names
-from optckpt.frontends.tf_traced import Changes, changes
+from optckpt.frontends.tf_traced import carry_changes, changes
 
 Shapes = Mapping[int, tf.TensorShape]
 """id(tensor) -> its shape."""
@@ -132,6 +134,8 @@ class Copy:
         self._elements = Elements(self.graph, replace=arguments is not None)
         self._by_name: dict[str, tf.Operation] = {}
         self._scopes: set[str] = set()
+        self._seen: set[str] = set()
+        self._late: list[tuple[str, str]] = []
         self._functions: dict[str, list[tuple[Any, _Function]]] = {}
         self.copies: dict[tf.Operation, tf.Operation] = {}
         """Operation -> its copy."""
@@ -147,6 +151,7 @@ class Copy:
                 continue
             node = nodes[op]
             self._as_traced(op, node)
+            self._postpone(node)
             if node.op == "Placeholder" and op.outputs[0].dtype in HANDLES:
                 self._placeholder(op, node)
                 continue
@@ -165,7 +170,17 @@ class Copy:
                 self._elements.note(self._make(node))
         self._import(piece)
         made = self._by_name
+        for after, before in self._late:
+            made[after]._add_control_input(made[before])
         self.copies = {op: made[op.name] for op in operations if op.name in made}
+
+    def _postpone(self, node: node_def_pb2.NodeDef) -> None:
+        """Leave out control edges from operations that come later; they are added at the end."""
+        self._seen.add(node.name)
+        late = [t for t in node.input if t.startswith("^") and t[1:] not in self._seen]
+        for text in late:
+            node.input.remove(text)
+            self._late.append((node.name, text[1:]))
 
     def _as_traced(self, op: tf.Operation, node: node_def_pb2.NodeDef) -> None:
         """Undo rewrites, after which operations may read what was made after them."""
@@ -325,7 +340,7 @@ class Copy:
         if results and all(len(outs) == len(shapes) for outs in results):
             each = list(zip(*results, strict=True))
             shapes = [
-                merged(shape, _common([t.shape for t in outs]))
+                merged(shape, common([t.shape for t in outs]))
                 for shape, outs in zip(shapes, each, strict=True)
             ]
         if "output_shapes" in node.attr:
@@ -358,7 +373,7 @@ class Copy:
                 now = made.elements.argument(t)
                 shape = before.shape
                 if not shape.is_compatible_with(now.shape):
-                    shape = _common((shape, now.shape))
+                    shape = common((shape, now.shape))
                 better = now.handle if says_more(now.handle, before.handle) else before.handle
                 value = now.value if before.is_empty else before.common_value(now)
                 after.append(Argument(shape, better, value, False))
@@ -428,40 +443,20 @@ class Copy:
     def finish(self) -> None:
         """Carry over what is not in a graph's definition."""
         copies = self.copies
+        devices = Devices(self._live)
+        default = f"/device:{tf_ops.default_device_type('')}:0"
         for op, copy in copies.items():
             context = op._get_control_flow_context()
             if context is not None:
                 copy._set_control_flow_context(context)
-        self._carry_changes()
+            if not op.device:
+                # A copy does not know where the variables are that the graph has captured.
+                device = devices.of(op)
+                if device != default:
+                    copy._set_device(device)
+        carry_changes(self._live, self.graph, copies)
         by_chance = [copy for op, copy in copies.items() if is_view_by_chance(op, copy)]
         setattr(self.graph, tf_ops.NO_VIEWS, frozenset(by_chance))
-
-    def _carry_changes(self) -> None:
-        known = self._traced
-        copies = self.copies
-        if not (known.inputs or known.controls or known.added):
-            return
-
-        def there(*found: tf.Operation | None) -> bool:
-            return all(op is None or op in copies for op in found)
-
-        for op, i in known.inputs:
-            if op in copies:
-                now = op.inputs[i]
-                copies[op]._update_input(i, copies[now.op].outputs[now.value_index])
-        for before, op in known.controls:
-            if op in copies and before in op.control_inputs:
-                copies[op]._add_control_input(copies[before])
-        mine: Changes = changes(self.graph)
-        for (op, i), t in known.inputs.items():
-            if there(op, t.op):
-                mine.inputs[copies[op], i] = copies[t.op].outputs[t.value_index]
-        for op, origin in known.added.items():
-            if there(op, origin):
-                mine.added[copies[op]] = None if origin is None else copies[origin]
-        mine.controls.update((copies[a], copies[b]) for a, b in known.controls if there(a, b))
-        mine.orders.update((copies[op], order) for op, order in known.orders.items() if there(op))
-        mine.copies.update((copies[a], copies[b]) for a, b in known.copies.items() if there(a, b))
 
 
 def _ancestors(among: Iterable[tf.Operation]) -> set[tf.Operation]:
@@ -493,17 +488,6 @@ def _makers_first(operations: Iterable[tf.Operation]) -> Iterator[tf.Operation]:
             if last not in done:
                 done.add(last)
                 yield last
-
-
-def _common(shapes: Sequence[tf.TensorShape]) -> tf.TensorShape:
-    """The dimensions that all shapes have in common."""
-    first, *rest = shapes
-    for shape in rest:
-        if first.rank is None or shape.rank != first.rank:
-            return tf.TensorShape(None)
-        pairs = zip(first.as_list(), shape.as_list(), strict=True)
-        first = tf.TensorShape([x if x == y else None for x, y in pairs])
-    return first
 
 
 def _is_passed_on(body: Any, i: int) -> bool:

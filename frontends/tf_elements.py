@@ -168,6 +168,17 @@ def merged(a: tf.TensorShape, b: tf.TensorShape) -> tf.TensorShape:
     return a.merge_with(b) if a.is_compatible_with(b) else b
 
 
+def common(shapes: Sequence[tf.TensorShape]) -> tf.TensorShape:
+    """The dimensions that all shapes have in common."""
+    first, *rest = shapes
+    for shape in rest:
+        if first.rank is None or shape.rank != first.rank:
+            return tf.TensorShape(None)
+        pairs = zip(first.as_list(), shape.as_list(), strict=True)
+        first = tf.TensorShape([x if x == y else None for x, y in pairs])
+    return first
+
+
 def write_shapes(node: node_def_pb2.NodeDef, name: str, shapes: Iterable[tf.TensorShape]) -> None:
     """Set an attribute to a list of shapes."""
     node.attr[name].Clear()

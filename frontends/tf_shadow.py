@@ -8,6 +8,7 @@ operation. The graph is not changed, and what it computes does not depend on the
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
@@ -17,6 +18,8 @@ import tensorflow as tf
 from optckpt.errors import CaptureError
 from optckpt.frontends.tf_capture import Capture
 from optckpt.frontends.tf_copy import Shapes, copied
+
+log = logging.getLogger("optckpt.frontends.tensorflow")
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,30 +77,43 @@ class _Carrier:
         return value
 
 
-def shadow(live: tf.Graph, shapes: Shapes, among: Collection[tf.Operation] | None = None) -> Shadow:
+def shadow(
+    live: tf.Graph, shapes: Shapes, among: Collection[tf.Operation] | None = None
+) -> Shadow | None:
     """A copy of `live` in which inputs have `shapes`; its other shapes follow.
 
-    Costs about one `tf.graph_util.import_graph_def`.
+    Costs about one `tf.graph_util.import_graph_def`. None if the graph has operations that cannot
+    be copied (calls by a function's name, as TensorFlow 1 had them).
 
     Args:
         shapes: of placeholders and of what iterators return; unknown dimensions stay so.
         among: the operations to copy, with all that they depend on; by default all.
 
     Raises:
-        CaptureError: if these shapes do not go together (names the operation), or the graph has
-            operations that cannot be copied.
+        CaptureError: if these shapes do not go together (names the operation).
     """
     name = getattr(live, "name", "")
     try:
         copy = copied(live, shapes, among)
     except (ValueError, tf.errors.OpError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if not _can_be_copied(live, among):
+            log.warning("graph %r cannot be copied to fill in sizes: %s", name, reason)
+            return None
         raise CaptureError(
             f"function {name!r} was traced with unknown sizes, and it cannot be planned at the "
             f"sizes {_listed(live, shapes)}, because they do not go together: {reason}; declare "
             "sizes that do (section sizes of the configuration, or optckpt.sizes.at)"
         ) from error
     return Shadow(copy.graph, copy.copies)
+
+
+def _can_be_copied(live: tf.Graph, among: Collection[tf.Operation] | None) -> bool:
+    try:
+        copied(live, {}, among)
+    except (ValueError, tf.errors.OpError):
+        return False
+    return True
 
 
 def _listed(live: tf.Graph, shapes: Shapes) -> str:

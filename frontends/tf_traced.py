@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -49,6 +49,39 @@ def changes(graph: tf.Graph) -> Changes:
         found = Changes()
         setattr(graph, _CHANGES, found)
     return found
+
+
+def carry_changes(
+    graph: tf.Graph, copy: tf.Graph, copies: Mapping[tf.Operation, tf.Operation]
+) -> None:
+    """Change a copy of `graph` as it was traced in the way in which rewrites have changed `graph`.
+
+    `copies`: operation -> its copy; operations that were not copied count for nothing.
+    """
+    known: Changes | None = getattr(graph, _CHANGES, None)
+    if known is None:
+        return
+    mine = changes(copy)
+
+    def there(*found: tf.Operation | None) -> bool:
+        return all(op is None or op in copies for op in found)
+
+    def tensor(t: tf.Tensor) -> tf.Tensor:
+        return copies[t.op].outputs[t.value_index]
+
+    for (op, i), t in known.inputs.items():
+        if there(op, t.op, op.inputs[i].op):
+            copies[op]._update_input(i, tensor(op.inputs[i]))
+            mine.inputs[copies[op], i] = tensor(t)
+    for before, op in known.controls:
+        if there(before, op) and before in op.control_inputs:
+            copies[op]._add_control_input(copies[before])
+            mine.controls.add((copies[before], copies[op]))
+    for op, origin in known.added.items():
+        if there(op, origin):
+            mine.added[copies[op]] = None if origin is None else copies[origin]
+    mine.orders.update((copies[op], order) for op, order in known.orders.items() if there(op))
+    mine.copies.update((copies[a], copies[b]) for a, b in known.copies.items() if there(a, b))
 
 
 @contextmanager

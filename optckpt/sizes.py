@@ -250,7 +250,8 @@ class _Inputs:
             found.update(direct)
             if rest:
                 sized = shadow(graph, shapes, [t.op for t in rest])
-                found.update((id(t), sized.carried(t).shape) for t in rest)
+                if sized is not None:
+                    found.update((id(t), sized.carried(t).shape) for t in rest)
         return found
 
 

@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python.framework import function
 from tf_support import (
     everything_again,
     flat,
@@ -435,3 +436,23 @@ def test_views_by_chance():
         return x
 
     tf.function(step, autograph=False).get_concrete_function(tf.TensorSpec([None, 16]))
+
+
+def test_graphs_that_cannot_be_copied(caplog):
+    """What is unknown may be small, so that such a graph can be captured nevertheless."""
+
+    @function.Defun(tf.float32)
+    def by_name(x):
+        return tf.tanh(x)
+
+    with tf.Graph().as_default() as graph:
+        x = tf.compat.v1.placeholder(tf.float32, [None, 4], "x")
+        w = tf.compat.v1.get_variable("w", [64, 64], use_resource=False)
+        y = by_name(tf.ones([4]))
+        y.set_shape([4])
+        total = tf.reduce_sum(x) + tf.reduce_sum(y)
+        loss = tf.reduce_sum(tf.tanh(w @ w)) * tf.stop_gradient(total)
+        assert shadow(graph, {id(x): tf.TensorShape([3, 4])}) is None
+        assert "cannot be copied" in caplog.text
+        at = {id(x): tf.TensorShape([3, 4])}
+        assert capture(graph, [loss], tf.gradients(loss, [w]), shapes=at).sized is None
