@@ -120,9 +120,10 @@ def _unreadable(base: Path, error: OSError) -> OptckptError:
 
 
 def _row(file: PlanFile) -> dict[str, Any]:
-    """What is listed of one file; all but its path and size are None if it is damaged."""
-    stored = file.stored
+    """What is listed of one file: its latest plan. None but path and size if it is damaged."""
+    stored = file.stored[0] if file.stored else None
     row: dict[str, Any] = {"path": str(file.path), "bytes": file.size, "damaged": stored is None}
+    row["alternatives"] = len(file.stored)
     plan = None if stored is None else stored.plan
     row["fingerprint"] = None if plan is None else plan.fingerprint
     row["strategy"] = None if plan is None else plan.strategy

@@ -1,9 +1,11 @@
 """The plan cache: plans that were solved once, kept in files and in the memory of the process.
 
-One JSON file per plan, in the folder `plans` beside the cost cache, named by the key of what was
-asked (`Asked.key`). Files are written whole or not at all; one that is damaged, or not ours, is
-passed over and replaced by the next plan of that key. Anything that goes wrong with the folder
-costs one warning and nothing else: plans are then kept for the process only.
+One JSON file per key of what was asked (`Asked.key`), in the folder `plans` beside the cost
+cache. It holds the latest few plans: what a step needs depends a little on what the process did
+before, and the plan of a first trace may not do for a second. Files are written whole or not at
+all; one that is damaged, or not ours, is passed over and replaced by the next plan of that key.
+Anything that goes wrong with the folder costs one warning and nothing else: plans are then kept for
+the process only.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +34,8 @@ logger = logging.getLogger("optckpt.plan_cache")
 FORMAT = "optckpt.cached-plan"
 VERSION = 1
 FOLDER = "plans"
+ALTERNATIVES = 4
+"""Plans kept of one key."""
 MOST_PLANS = 500
 """Files kept; those that were not used for longest are deleted."""
 MOST_BYTES = 128 << 20
@@ -77,8 +81,8 @@ class PlanFile:
     path: Path
     size: int
     """Bytes."""
-    stored: StoredPlan | None
-    """None if the file is damaged or not ours."""
+    stored: tuple[StoredPlan, ...]
+    """The latest first; none if the file is damaged or not ours."""
 
 
 class PlanCache:
@@ -89,7 +93,7 @@ class PlanCache:
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
-        self._memory: OrderedDict[str, StoredPlan] = OrderedDict()
+        self._memory: OrderedDict[str, tuple[StoredPlan, ...]] = OrderedDict()
         self._lock = threading.Lock()
         self._solving: dict[str, tuple[threading.RLock, int]] = {}
         self._warned = False
@@ -118,51 +122,53 @@ class PlanCache:
                 if users > 1:
                     self._solving[key] = (lock, users - 1)
 
-    def recall(self, asked: Asked) -> StoredPlan | None:
-        """The plan that this process has got or put for what is asked, or None."""
+    def recall(self, asked: Asked) -> tuple[StoredPlan, ...]:
+        """The plans that this process has got or put for what is asked, the latest first."""
         key = asked.key
         with self._lock:
-            known = self._memory.get(key)
-            if known is not None:
+            known = self._memory.get(key, ())
+            if known:
                 self._memory.move_to_end(key)
             return known
 
-    def get(self, asked: Asked) -> StoredPlan | None:
-        """The plan that was stored for what is asked, or None."""
+    def get(self, asked: Asked) -> tuple[StoredPlan, ...]:
+        """The plans that were stored for what is asked, the latest first."""
         known = self.recall(asked)
-        if known is not None:
+        if known:
             return known
         key = asked.key
         path = self._path(key)
         if path is None:
-            return None
+            return ()
         try:
             found = _read(path)
-            if found.asked.key != key:
+            if any(stored.asked.key != key for stored in found):
                 raise PlanError(f"{path} holds the plan of another key")
         except FileNotFoundError:
-            return None
+            return ()
         except PlanError as error:
             self._warn(f"a plan in the plan cache is damaged and will be replaced: {error}")
-            return None
+            return ()
         except OSError as error:
             self._disable(error)
-            return None
+            return ()
         with suppress(OSError):
             os.utime(path)
         self._remember(key, found)
         return found
 
     def put(self, stored: StoredPlan) -> None:
-        """Store a plan, replacing what was there; the oldest files go where there are too many."""
+        """Store a plan beside the latest others of its key; what is too old goes."""
         key = stored.asked.key
-        self._remember(key, stored)
+        others = [s for s in self.get(stored.asked) if s.plan.schedule != stored.plan.schedule]
+        kept = (stored, *others)[:ALTERNATIVES]
+        self._remember(key, kept)
         path = self._path(key)
         if path is None:
             return
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            _write(path, to_text(stored))
+            _write(path, to_text(kept))
             _prune(path.parent)
         except OSError as error:
             self._disable(error)
@@ -172,7 +178,7 @@ class PlanCache:
         with self._lock:
             self._memory.clear()
 
-    def _remember(self, key: str, stored: StoredPlan) -> None:
+    def _remember(self, key: str, stored: tuple[StoredPlan, ...]) -> None:
         with self._lock:
             self._memory[key] = stored
             self._memory.move_to_end(key)
@@ -208,9 +214,9 @@ def plan_files(folder: Path) -> list[PlanFile]:
     found = []
     for path, size, _ in sorted(_entries(folder), key=lambda entry: -entry[2]):
         try:
-            stored: StoredPlan | None = _read(path)
+            stored = _read(path)
         except (PlanError, OSError):
-            stored = None
+            stored = ()
         found.append(PlanFile(path, size, stored))
     return found
 
@@ -257,22 +263,27 @@ def _checksum(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(_canonical(content).encode()).hexdigest()
 
 
-def to_text(stored: StoredPlan) -> str:
-    """The plan as it stands in a file."""
+def to_text(plans: Sequence[StoredPlan]) -> str:
+    """Plans of one key, at least one, as they stand in a file."""
     content = {
-        "asked": dict(stored.asked.fields),
-        "made_at": stored.made_at,
-        "resident": stored.resident,
-        "seconds": list(stored.seconds),
-        "workspace": list(stored.workspace),
-        "plan": stored.plan.to_json(),
+        "asked": dict(plans[0].asked.fields),
+        "plans": [
+            {
+                "made_at": stored.made_at,
+                "resident": stored.resident,
+                "seconds": list(stored.seconds),
+                "workspace": list(stored.workspace),
+                "plan": stored.plan.to_json(),
+            }
+            for stored in plans
+        ],
     }
     return _canonical(
         {"format": FORMAT, "version": VERSION, "checksum": _checksum(content), "content": content}
     )
 
 
-def from_text(text: str) -> StoredPlan:
+def from_text(text: str) -> tuple[StoredPlan, ...]:
     """Read what `to_text` wrote. Raises PlanError."""
     try:
         data = json.loads(text)
@@ -284,18 +295,22 @@ def from_text(text: str) -> StoredPlan:
     content = _JSON.field(data, "content", OBJECT, "the file")
     if _JSON.field(data, "checksum", TEXT, "the file") != _checksum(content):
         raise PlanError("the checksum is wrong")
-    where = "the content"
-    return StoredPlan(
-        asked=Asked(_JSON.field(content, "asked", OBJECT, where)),
-        plan=Plan.from_json(_JSON.field(content, "plan", OBJECT, where)),
-        seconds=tuple(map(float, _JSON.items(content, "seconds", NUMBER, where))),
-        workspace=_JSON.items(content, "workspace", WHOLE, where),
-        resident=_JSON.field(content, "resident", WHOLE, where),
-        made_at=float(_JSON.field(content, "made_at", NUMBER, where)),
+    asked = Asked(_JSON.field(content, "asked", OBJECT, "the content"))
+    where = "a plan"
+    return tuple(
+        StoredPlan(
+            asked=asked,
+            plan=Plan.from_json(_JSON.field(row, "plan", OBJECT, where)),
+            seconds=tuple(map(float, _JSON.items(row, "seconds", NUMBER, where))),
+            workspace=_JSON.items(row, "workspace", WHOLE, where),
+            resident=_JSON.field(row, "resident", WHOLE, where),
+            made_at=float(_JSON.field(row, "made_at", NUMBER, where)),
+        )
+        for row in _JSON.items(content, "plans", OBJECT, "the content")
     )
 
 
-def _read(path: Path) -> StoredPlan:
+def _read(path: Path) -> tuple[StoredPlan, ...]:
     """Raises PlanError naming the file, or OSError."""
     try:
         return from_text(path.read_text(encoding="utf-8"))

@@ -144,18 +144,17 @@ def plan_once(problem: Problem, cache: PlanCache, peers: Peers | None = None) ->
 def _plan(problem: Problem, asked: Asked, cache: PlanCache, peers: Peers | None) -> Plan:
     if peers is None:
         return _own_plan(problem, asked, cache)
-    known = cache.recall(asked)
-    if known is not None and again(known, problem)[0] is not None:
+    if any(again(known, problem)[0] is not None for known in cache.recall(asked)):
         return _own_plan(problem, asked, cache)
     if peers.is_chief:
         with peers.publishing(_shared_key(asked)) as publish:
             plan = _own_plan(problem, asked, cache)
-            publish(to_text(_stored(problem, asked, plan)))
+            publish(to_text([_stored(problem, asked, plan)]))
             return plan
     text = peers.receive(_shared_key(asked), _LONGER * problem.options.time_limit + _MORE)
     if text is not None:
         try:
-            chiefs = replace(from_text(text), asked=asked)
+            chiefs = replace(from_text(text)[0], asked=asked)
             found, remark = again(chiefs, problem, critical=False)
         except PlanError as e:
             found, remark = None, str(e)
@@ -178,16 +177,17 @@ def _shared_key(asked: Asked) -> str:
 
 
 def _own_plan(problem: Problem, asked: Asked, cache: PlanCache) -> Plan:
-    stored = cache.get(asked)
-    if stored is None:
-        return _solve(_warmed(problem), asked, cache)
-    plan, remark = again(stored, problem)
-    age = format_age(time.time() - stored.made_at)
-    if plan is not None:
-        logger.info("the plan of %s ago is used again: %s", age, remark)
-        return plan
-    logger.info("the plan of %s ago is not used again: %s; solving", age, remark)
-    return _solve(problem, asked, cache, stored.plan.schedule)
+    known = sorted(cache.get(asked), key=lambda stored: stored.plan.overhead)
+    for stored in known:
+        plan, remark = again(stored, problem)
+        age = format_age(time.time() - stored.made_at)
+        if plan is not None:
+            logger.info("the plan of %s ago is used again: %s", age, remark)
+            return plan
+        logger.info("the plan of %s ago is not used again: %s", age, remark)
+    if known:
+        return _solve(problem, asked, cache, known[-1].plan.schedule)
+    return _solve(_warmed(problem), asked, cache)
 
 
 def _solve(problem: Problem, asked: Asked, cache: PlanCache, start: Schedule | None = None) -> Plan:
