@@ -157,8 +157,8 @@ def custom(strategy: Any, way: str, budget: str | None, watch: _Watch) -> tuple[
     return losses, [w.numpy() for w in weights]
 
 
-def fit(strategy: Any, way: str, budget: str | None, watch: _Watch) -> tuple[list[Any], Any]:
-    """Keras' own fit. `way`: fit-plain or fit-whole."""
+def fit(strategy: Any, _: str, budget: str | None, watch: _Watch) -> tuple[list[Any], Any]:
+    """Keras' own fit."""
     layers = tf.keras.layers
     tf.keras.utils.set_random_seed(0)
     with strategy.scope():
@@ -177,12 +177,7 @@ def fit(strategy: Any, way: str, budget: str | None, watch: _Watch) -> tuple[lis
 
     def train_step(data: Any) -> Any:
         watch.see()
-        if way == "fit-plain":
-            return stock(data)
-        with optckpt.whole_step(budget, config=CONFIG, on_plan=watch.plans.append) as step:
-            result = stock(data)
-            step.keep(result)
-        return result
+        return stock(data)
 
     model.train_step = train_step
     half = ROWS // 4
@@ -200,6 +195,8 @@ def fit(strategy: Any, way: str, budget: str | None, watch: _Watch) -> tuple[lis
         model.train_step = lambda data: tf.nest.map_structure(
             lambda value: tf.reshape(value, [1]), train_step(data)
         )
+    if budget is not None:
+        optckpt.keras.apply(model, budget, config=CONFIG, on_plan=watch.plans.append)
     history = model.fit(
         strategy.distribute_datasets_from_function(rows),
         steps_per_epoch=2,

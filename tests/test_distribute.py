@@ -22,13 +22,13 @@ REPLICAS = [
     {"way": "gradients", "budget": "70%"},
     {"way": "whole", "budget": "70%"},
     {"way": "fit-plain"},
-    {"way": "fit-whole", "budget": "75%"},
+    {"way": "fit-keras", "budget": "75%"},
 ]
 WORKERS = [
     {"way": "plain-each"},
     {"way": "whole-each", "budget": "70%"},
     {"way": "fit-plain"},
-    {"way": "fit-whole", "budget": "75%"},
+    {"way": "fit-keras", "budget": "75%"},
 ]
 
 
@@ -123,8 +123,8 @@ def assert_equal(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> N
         np.testing.assert_array_equal(value, right[name], err_msg=name)
 
 
-replica_ways = pytest.mark.parametrize("way", ["gradients", "whole", "fit-whole"])
-worker_ways = pytest.mark.parametrize("way", ["whole-each", "fit-whole"])
+replica_ways = pytest.mark.parametrize("way", ["gradients", "whole", "fit-keras"])
+worker_ways = pytest.mark.parametrize("way", ["whole-each", "fit-keras"])
 
 
 @replica_ways
@@ -187,6 +187,6 @@ def test_no_worker_complains(workers):
 
 def test_replicas_and_workers_train_alike(mirrored, workers):
     """Two replicas in one process and one in each of two sum up the same gradients."""
-    left = mirrored.arrays(number(REPLICAS, "fit-whole"))["losses"]
-    right = workers[0].arrays(number(WORKERS, "fit-whole"))["losses"]
+    left = mirrored.arrays(number(REPLICAS, "fit-keras"))["losses"]
+    right = workers[0].arrays(number(WORKERS, "fit-keras"))["losses"]
     np.testing.assert_allclose(left, right, rtol=1e-5)
