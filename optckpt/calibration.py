@@ -68,13 +68,14 @@ class PlannedStep:
         """The plan that holds now; None before the first step."""
         return self._plan
 
-    def planned(self, plan: Plan, device: str) -> None:
-        """Note the plan that has just been applied to the step that runs on `device`."""
+    def planned(self, plan: Plan) -> None:
+        """Note the plan that has just been applied: of several devices, that of the main one."""
+        device = next((d for d, p in pipeline.last_plans().items() if p is plan), None)
         if not self._exceeded:
             self._budget = plan.budget
         plan = replace(plan, budget=self._budget, calibrated=self._exceeded)
+        self._device = device
         self._adopt(plan)
-        self._device = device.removeprefix("/device:")
         if self._on_plan is not None:
             self._on_plan(plan)
         # Here, and not before the step, because measuring costs takes memory, too.
@@ -155,7 +156,7 @@ class PlannedStep:
 
     def _adopt(self, plan: Plan) -> None:
         self._plan = plan
-        pipeline.remember(plan)
+        pipeline.remember(plan, self._device)
 
     def _settle(self) -> None:
         self._left = 0

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,10 @@ from optckpt.budget import Budget
 from optckpt.calibration import PlannedStep
 from optckpt.config import Config
 from optckpt.errors import CaptureError, OptckptError
-from optckpt.frontends.tf_devices import Devices
 from optckpt.request import Checkpoints, Request
 from optckpt.schedule import Plan
 from optckpt.solvers.registry import Strategy
 from optckpt.step import WholeStep, whole_step
-
-logger = logging.getLogger(__name__)
 
 
 def value_and_gradients(
@@ -175,15 +172,14 @@ class TrainingStep:
 
     def _planned(self) -> PlannedStep:
         def make(planned: PlannedStep, budget: Budget | None) -> Callable[..., Any]:
-            def step(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-                return self._trace(planned, budget, args, kwargs)
-
+            # TensorFlow takes functions of the same code for one that is traced again and again.
+            step = partial(self._trace, planned, budget)
             return tf.function(step, autograph=False)  # type: ignore[no-any-return]
 
         return PlannedStep(make, self._calibrate, self._request.on_plan)
 
     def _trace(
-        self, planned: PlannedStep, budget: Budget | None, args: Any, kwargs: Any
+        self, planned: PlannedStep, budget: Budget | None, /, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
         variables = tf.nest.flatten(self._variables)
         with planned_step(
@@ -203,11 +199,6 @@ class TrainingStep:
                 self._optimizer.apply_gradients(zip(gradients, variables, strict=True))
             if self._return_gradients:
                 step.keep(own_tensors(gradients))
-            if not step.gradients:
-                logger.warning(
-                    "nothing was planned: the value depends on none of the variables, so the "
-                    "step has no gradients"
-                )
         if not self._return_gradients:
             return output, None
         return output, tf.nest.pack_sequence_as(self._variables, gradients)
@@ -220,21 +211,17 @@ def planned_step(planned: PlannedStep, budget: Any, **options: Any) -> Iterator[
     A trace in which variables are created is not planned: tf.function throws it away and traces the
     function again once they are there.
     """
-    device: list[str] = []
     created: list[tf.Variable] = []
 
     def note(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
         created.append(next_creator(**kwargs))
         return created[-1]
 
-    with whole_step(
-        budget, on_plan=lambda plan: planned.planned(plan, device[0]), **options
-    ) as step:
+    with whole_step(budget, on_plan=planned.planned, **options) as step:
         with tf.variable_creator_scope(note):
             yield step
         if created:
-            step.gradients.clear()
-        device += [Devices().of(y.op) for y in step.ys[:1]]
+            step.discard()
 
 
 def own_tensors(structure: Any) -> list[tf.Tensor]:

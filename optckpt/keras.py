@@ -12,6 +12,7 @@ import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -361,9 +362,15 @@ class _Training:
         if spec is None:
             return function  # type: ignore[no-any-return]
         signature = [spec] if _is_unknown(spec) else None
+        # TensorFlow takes functions of the same code for one that is traced again and again.
+        one = partial(_on_one_batch, function)
         return tf.function(  # type: ignore[no-any-return]
-            lambda data: function([data]), input_signature=signature, autograph=False
+            one, input_signature=signature, autograph=False
         )
+
+
+def _on_one_batch(function: Callable[[Any], Any], data: Any) -> Any:
+    return function([data])
 
 
 def _as_tensor(value: Any) -> Any:

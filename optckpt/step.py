@@ -87,11 +87,16 @@ class WholeStep:
     kept: list[tf.Tensor] = field(default_factory=list)
     elsewhere: list[str] = field(default_factory=list)
     """Functions beside `graph`, called from it, in which gradients were taken."""
+    discarded: bool = False
 
     def add(self, ys: Any, gradients: Any) -> None:
         """Note that `gradients` of `ys` are part of the step."""
         self.ys += _losses(ys)
         self.gradients += _tensors(gradients)
+
+    def discard(self) -> None:
+        """Plan nothing: what is traced here will not run."""
+        self.discarded = True
 
     def keep(self, tensors: Any) -> None:
         """Note that `tensors` (a nested structure) will be used after the step: returned, say."""
@@ -156,6 +161,8 @@ def whole_step(
     step = WholeStep(request, graph, thread, len(graph.get_operations()))
     with _noticing(step), inlined(lambda graph: _scope_of(graph) is step):
         yield step
+    if step.discarded:
+        return
     if step.gradients:
         _finish(step)
     elif step.elsewhere:
