@@ -6,15 +6,27 @@ What trains runs in processes of its own (`tests.distributed_steps`).
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+
+from optckpt import distribute
+from optckpt.budget import Budget
+from optckpt.distribute import Workers
+from optckpt.errors import InfeasibleBudgetError
+from optckpt.frontends.synthetic import residual_chain
+from optckpt.graph import TrainingGraph
+from optckpt.plan_cache import PlanCache
+from optckpt.reuse import Problem, plan_once
+from optckpt.solvers.registry import SolveOptions
 
 ROOT = Path(__file__).resolve().parent.parent
 REPLICAS = [
@@ -190,3 +202,112 @@ def test_replicas_and_workers_train_alike(mirrored, workers):
     left = mirrored.arrays(number(REPLICAS, "fit-keras"))["losses"]
     right = workers[0].arrays(number(WORKERS, "fit-keras"))["losses"]
     np.testing.assert_allclose(left, right, rtol=1e-5)
+
+
+# --- What is agreed upon, and what happens where nothing is -------------------------------------
+
+
+class Store:
+    """A key-value store like that of the coordination service, for workers of one process."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.values: dict[str, str] = {}
+        monkeypatch.setattr(distribute, "_put", self.put)
+        monkeypatch.setattr(distribute, "_get", lambda key, seconds: self.values.get(key))
+
+    def put(self, key: str, value: str) -> bool:
+        self.values.setdefault(key, value)
+        return True
+
+
+@pytest.fixture
+def store(monkeypatch) -> Store:
+    return Store(monkeypatch)
+
+
+CHIEF, OTHER = Workers(is_chief=True), Workers(is_chief=False)
+GRAPH = residual_chain(5)
+
+
+def problem(graph: TrainingGraph, budget: str = "70%", **surroundings: str) -> Problem:
+    return Problem(
+        graph=graph,
+        budget=Budget.parse(budget),
+        strategy="optimal",
+        options=SolveOptions(time_limit=5.0, gap=0.02, threads=1),
+        margin=0.0,
+        allocator=None,
+        plain_graph=graph,
+        max_overhead=None,
+        reorder=False,
+        repeat="all",
+        surroundings=surroundings,
+    )
+
+
+def warnings(caplog) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def test_the_chiefs_plan_is_taken_on_other_hardware(store, caplog):
+    first = plan_once(problem(GRAPH, hardware="fast"), PlanCache(None), CHIEF)
+    slower = GRAPH.with_costs([2 * op.seconds + 1e-3 for op in GRAPH.operations])
+    second = plan_once(problem(slower, hardware="slow"), PlanCache(None), OTHER)
+    assert second.schedule == first.schedule
+    assert second.source == "cache, other costs"
+    assert not warnings(caplog)
+
+
+def test_a_retrace_asks_nobody(store):
+    cache = PlanCache(None)
+    plan_once(problem(GRAPH), PlanCache(None), CHIEF)
+    plan_once(problem(GRAPH), cache, OTHER)
+    store.values.clear()
+    assert plan_once(problem(GRAPH), cache, OTHER).source == "cache"
+
+
+def test_a_share_leaves_as_much_as_the_chief_has(store, caplog):
+    """More of a worker's memory is in use: of a share of its plain peak less would be left."""
+    first = plan_once(problem(GRAPH), PlanCache(None), CHIEF)
+    more = replace(GRAPH, resident=GRAPH.resident + first.budget // 4)
+    second = plan_once(problem(more), PlanCache(None), OTHER)
+    assert second.schedule == first.schedule
+    assert second.budget == first.budget + first.budget // 4
+    assert not warnings(caplog)
+
+
+def test_what_does_not_fit_here_is_not_taken(store, caplog):
+    first = plan_once(problem(GRAPH), PlanCache(None), CHIEF)
+    budget = str(first.budget)
+    plan_once(problem(GRAPH, budget), PlanCache(None), CHIEF)
+    more = replace(GRAPH, resident=GRAPH.resident + first.budget // 8)
+    second = plan_once(problem(more, budget), PlanCache(None), OTHER)
+    assert second.source == "solved"
+    assert second.live_peak <= first.budget
+    assert "this worker has one of its own: it now needs" in warnings(caplog)[0]
+
+
+def test_a_chief_that_does_not_come_is_not_waited_for_without_end(store, caplog):
+    assert plan_once(problem(GRAPH), PlanCache(None), OTHER).source == "solved"
+    assert "the chief has not come to plan this step" in warnings(caplog)[0]
+
+
+def test_a_chief_without_a_plan_says_so(store, caplog):
+    for worker in (CHIEF, OTHER):
+        with pytest.raises(InfeasibleBudgetError):
+            plan_once(problem(GRAPH, "1 B"), PlanCache(None), worker)
+    assert "the chief has no plan for this step" in warnings(caplog)[0]
+
+
+@pytest.mark.parametrize("text", ["!", "bm90IGNvbXByZXNzZWQ="])
+def test_what_cannot_be_read_is_not_taken(store, caplog, text):
+    plan_once(problem(GRAPH), PlanCache(None), CHIEF)
+    for key in store.values:
+        if key.endswith("/plan"):
+            store.values[key] = text
+    assert plan_once(problem(GRAPH), PlanCache(None), OTHER).source == "solved"
+    assert "cannot be read" in warnings(caplog)[0]
+
+
+def test_there_are_no_workers_without_a_strategy():
+    assert distribute.workers() is None
