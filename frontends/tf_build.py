@@ -10,10 +10,11 @@ from typing import Any
 import tensorflow as tf
 
 from optckpt.frontends import tf_onednn, tf_ops
-from optckpt.frontends.tf_capture import Capture, ViewChain
+from optckpt.frontends.tf_capture import SIBLING, Capture, ViewChain
 from optckpt.frontends.tf_devices import Devices
 from optckpt.frontends.tf_inner import Holders, Inside, look_inside
 from optckpt.frontends.tf_nodes import Node
+from optckpt.frontends.tf_purity import Purity, Variables, may_hold_list
 from optckpt.frontends.tf_resident import Residents
 from optckpt.frontends.tf_shapes import Sizes
 from optckpt.frontends.tf_versions import Versions
@@ -97,6 +98,10 @@ class Build:
         self._small: list[int] = []
         self._views: dict[int, tuple[int, ViewChain]] = {}
         self._holders = Holders(sizes.bodies, self._views)
+        self._purity = Purity()
+        self._variables = Variables()
+        self._copied: dict[int, tuple[int, ...]] = {}
+        """id(tensor) -> buffers that its own buffer is charged with, too."""
         self._ignored: list[tuple[tf.Operation, int]] = []
         self._plain_reads: list[tuple[int, int]] = []
         self._buffers: list[_Buffer] = []
@@ -126,6 +131,7 @@ class Build:
                 self._pass_on(node, before)
                 return
         reads = self._reads(group)
+        self._charge_kept(node)
         writes, internal = self._writes(group)
         old = self._old_versions(group)
         writes += [family[0] for family in old]
@@ -209,6 +215,22 @@ class Build:
                     found[view[0]] = None
         return tuple(found)
 
+    def _charge_kept(self, node: Node) -> None:
+        """Note what the outputs of a call keep of its inputs that is better counted twice.
+
+        It is of no use to make again what is still in memory. But if its producer makes other
+        things besides (a loop from whose result this one starts), these could not be made again
+        either.
+        """
+        for t, buffers in self._holders.kept_inputs(node).items():
+            shared = []
+            for b in buffers:
+                p = self._buffers[b].producer
+                if self._units[p].repeatable and self._units[p].writes != (b,):
+                    shared.append(b)
+            if shared:
+                self._copied[t] = tuple(shared)
+
     def _is_ours(self, node: Node) -> bool:
         """Whether the rewrite may redirect the inputs of `node`."""
         return (
@@ -236,9 +258,9 @@ class Build:
         for node, after in zip(group, (*group[1:], None), strict=True):
             without = self._holders.without_memory(node)
             for t in node.outputs:
-                if id(t) in without:
+                if id(t) in without and id(t) not in self._copied:
                     continue
-                size = self._sizes.exact(t)
+                size = self._size(t)
                 if after is not None and any(i is t for i in after.inputs):
                     # BiasAdd and Relu work in place, a convolution does not.
                     if after.kind not in ("BiasAdd", "Relu"):
@@ -250,8 +272,13 @@ class Build:
         first = group[0].op
         if len(writes) > 1 and (tf_ops.is_call(first) or tf_ops.inplace_inputs(first)):
             # The output that may take over an input's memory comes first.
-            writes.sort(key=self._sizes.exact, reverse=True)
+            writes.sort(key=self._size, reverse=True)
         return writes, internal
+
+    def _size(self, tensor: tf.Tensor) -> int:
+        """Bytes of a buffer of this tensor."""
+        copied = self._copied.get(id(tensor), ())
+        return self._sizes.exact(tensor) + sum(self._buffers[b].size for b in copied)
 
     def _add_unit(
         self,
@@ -278,12 +305,16 @@ class Build:
         for t in writes:
             self._views[id(t)] = (len(self._buffers), ())
             # One buffer for both: they are made together, and the gradient reads both.
-            size = self._sizes.exact(t) + tf_onednn.hidden_bytes(t.op)
-            self._buffers.append(_Buffer(t, size, self._sizes.pieces(t), u))
+            size = self._size(t) + tf_onednn.hidden_bytes(t.op)
+            copied = self._copied.get(id(t), ())
+            pieces = self._sizes.pieces(t) + sum(self._buffers[b].pieces for b in copied)
+            self._buffers.append(_Buffer(t, size, pieces, u))
         for node in group:
             for source, t in self._holders.passed(node):
                 self._share(source, t, ())
-            self._pinned.update(self._buffers[b].producer for b in self._holders.add(node))
+            kept = self._holders.add(node, self._copied)
+            self._pinned.update({self._buffers[b].producer for b in kept} - {u})
+            self._join_siblings(node, u)
         forward = not outside and all(node in self._forward for node in group)
         self._units.append(
             _Unit(
@@ -305,13 +336,54 @@ class Build:
             self._waits[node] = alone
             self._unit_of[node.op] = u
 
+    def _join_siblings(self, node: Node, u: int) -> None:
+        """Let outputs that keep nothing but what is in other outputs go with these."""
+        for o, t in enumerate(node.outputs):
+            kept = self._holders.of(t)
+            own = [b for b in kept if self._buffers[b].producer == u]
+            if own and id(t) not in self._views:
+                self._views[id(t)] = (own[0], ((node.op, SIBLING, o),))
+
     def _can_wait(self, node: Node) -> bool:
         # What comes after the gradients initialises nothing.
         return tf_ops.can_wait(node.op) or (node in self._after and tf_ops.is_update(node.op))
 
     def _may_be_repeated(self, node: Node) -> bool:
+        if tf_ops.is_call(node.op) and node not in self._forward and may_hold_list(node.op):
+            # A backward loop frees what it takes out of lists; kept, it would save nothing.
+            return False
         # A reference variable may have been changed in place by the time.
-        return tf_ops.is_pure(node.op) and not any(map(self._residents.is_reference, node.inputs))
+        return self._purity.of(node.op) and not any(map(self._residents.is_reference, node.inputs))
+
+    def _written_later(self) -> list[tuple[tf.Operation, ...] | None]:
+        """For each unit the operations that change what its functions read of variables, if these
+        are known and are part of the step."""
+        found: list[tuple[tf.Operation, ...] | None] = []
+        for unit in self._units:
+            writers: Sequence[tf.Operation] | None = ()
+            if unit.repeatable and tf_ops.is_call(unit.group[0].op):
+                writers = self._variables.written_later(unit.group[0].op)
+            found.append(None if writers is None else tuple(writers))
+        return found
+
+    def _units_after(self, op: tf.Operation) -> set[int] | None:
+        """The units that execute `op` or wait for it; None if it is not part of the step."""
+        if op in self._unit_of:
+            return {self._unit_of[op]}
+        waiting: set[Node] = set()
+        units: set[int] = set()
+        for group in self._order:
+            for node in group:
+                if node.op is op:
+                    waiting.add(node)
+                elif waiting and not waiting.isdisjoint(
+                    (*node.makers, *node.control_inputs, *node.effects)
+                ):
+                    if node.op in self._unit_of:
+                        units.add(self._unit_of[node.op])
+                    else:
+                        waiting.add(node)
+        return units if waiting else None
 
     def _inplace(self, group: tuple[Node, ...], writes: list[tf.Tensor]) -> tuple[int, ...]:
         if len(group) > 1 or not writes:
@@ -357,9 +429,20 @@ class Build:
         for op, units in self._overwrites.items():
             if op in self._unit_of:
                 overwritten[self._unit_of[op]] |= units - {self._unit_of[op]}
+        changed: set[int] = set()
+        written_later = self._written_later()
+        for u, writers in enumerate(written_later):
+            after = [self._units_after(op) for op in writers or ()]
+            if writers is None or any(units is None for units in after):
+                changed.add(u)
+                written_later[u] = ()
+            overwritten[u] |= {v for units in after for v in units or () if v != u}
 
         def repeatable(u: int) -> bool:
-            return self._units[u].repeatable and not elsewhere[u] and u not in self._pinned
+            unit = self._units[u]
+            return (
+                unit.repeatable and not elsewhere[u] and u not in self._pinned and u not in changed
+            )
 
         operations = [
             Operation(
@@ -471,6 +554,7 @@ class Build:
             plain_reads=tuple(self._plain_reads),
             resident_blocks=resident,
             folded=tuple(n for n in folded if n >= count_from),
+            written_later=tuple(writers or () for writers in written_later),
             count_from=count_from,
             chain_from=self._sizes.chain_from,
         )

@@ -16,6 +16,11 @@ Orders = dict[tf.Operation, tuple[int, ...]]
 """Sum -> its input indices in the order in which it has to add them."""
 
 ViewChain = tuple[tuple[tf.Operation, int, int], ...]
+"""(operation, input index, output index) of each step from a tensor to a view of it."""
+
+SIBLING = -1
+"""Input index of a step that leads from one output of an operation to another, which is in the same
+memory: a list of elements that are in another list, too."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +79,9 @@ class Capture:
     """Blocks smaller than this many bytes are not counted by the device's allocator."""
     chain_from: int
     """Operations on tensors smaller than this many bytes are left to themselves."""
+    written_later: tuple[tuple[tf.Operation, ...], ...] = ()
+    """For each unit the operations that change variables which its functions read: executions that
+    are added come before them."""
     sums: Orders = field(default_factory=dict)
     """Of the sums of more than two tensors among `members`."""
     whole: bool = False

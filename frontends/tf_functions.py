@@ -61,6 +61,17 @@ def function_names(op: tf.Operation) -> list[str]:
     return [attrs["f"].func.name]
 
 
+def called_names(op: tf.Operation) -> list[str]:
+    """Names of all functions in the attributes of `op`, of whatever type it is."""
+    names = []
+    for value in op.node_def.attr.values():
+        if value.HasField("func"):
+            names.append(value.func.name)
+        elif value.HasField("list"):
+            names.extend(f.name for f in value.list.func)
+    return names
+
+
 class Body:
     """A function's graph as far as some of its results need it, in the order of execution."""
 

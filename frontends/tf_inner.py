@@ -1,12 +1,13 @@
 """Memory that the units of a capture share or use behind their inputs and outputs.
 
 A loop hands on what it got; a list keeps the elements of another in memory; a call needs memory
-for what happens inside it.
+for what happens inside it. It may free an input on the way, if that is never read later, whatever
+the schedule is: if nothing that reads it may be executed again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import tensorflow as tf
@@ -66,10 +67,24 @@ class Holders:
             if not count or passed is not None
         }
 
-    def add(self, node: Node) -> set[int]:
+    def kept_inputs(self, node: Node) -> dict[int, tuple[int, ...]]:
+        """id() of outputs of a call, branch or loop -> buffers of its inputs that they keep."""
+        found = self._bodies.outputs(node.op) if tf_ops.is_call(node.op) else None
+        if found is None:
+            return {}
+        return {
+            id(t): tuple(dict.fromkeys(b for i in held for b in self._all(node.inputs[i])))
+            for t, held in zip(node.outputs, found.held_inputs, strict=True)
+            if held
+        }
+
+    def add(self, node: Node, counted: Mapping[int, Collection[int]]) -> set[int]:
         """Look at the outputs of an operation whose own buffers are known.
 
         Returns the buffers of others that they keep: it would be of no use to make these again.
+
+        Args:
+            counted: id() of outputs -> buffers that are counted as parts of theirs.
         """
         kept: set[int] = set()
         found = self._bodies.outputs(node.op) if tf_ops.is_call(node.op) else None
@@ -84,7 +99,10 @@ class Holders:
                 others = [i for i in node.inputs if inside & set(self._bodies.value(i).blocks)]
             else:
                 continue
-            buffers = dict.fromkeys(b for other in others for b in self._all(other))
+            mine = counted.get(id(t), ())
+            buffers = dict.fromkeys(
+                b for other in others for b in self._all(other) if b not in mine
+            )
             if buffers:
                 self._holds[id(t)] = tuple(buffers)
                 kept.update(buffers)
@@ -102,7 +120,7 @@ class Inside:
     op: tf.Operation
     bodies: Bodies
     dying: frozenset[int]
-    """Indices of the inputs whose memory is free for use inside, as nobody reads it later."""
+    """Indices of the inputs whose memory is free for use inside, as nobody can read it later."""
     counted: Callable[[int], int]
     """What the allocator counts of a block of so many bytes."""
     spared: int = 0
@@ -133,8 +151,11 @@ def look_inside(
         held: buffers that are in memory to the end.
     """
     last: dict[int, int] = {}
+    unsure: set[int] = set(held)
     for u, (_, operation) in enumerate(units):
         last.update(dict.fromkeys(operation.reads, u))
+        if operation.repeatable:
+            unsure.update(operation.reads)
     last.update(dict.fromkeys(held, len(units)))
     operations = []
     found: dict[int, Inside] = {}
@@ -144,18 +165,21 @@ def look_inside(
             continue
         buffers = [buffer_of(t) for t in op.inputs]
         dying = frozenset(
-            i for i, bs in enumerate(buffers) if bs and all(last.get(b) == u for b in bs)
+            i
+            for i, bs in enumerate(buffers)
+            if bs and all(last.get(b) == u and b not in unsure for b in bs)
         )
         inside = Inside(op, bodies, dying, counted)
         need = inside._need()
         out = sizes[operation.writes[0]] if operation.writes else 0
         same = [b for b in operation.reads if out and sizes[b] == out]
         # An input is freed inside before the outputs are there.
-        taken = [b for b in same if last.get(b) == u] if need < 0 else []
+        sure = [b for b in same if last.get(b) == u and b not in unsure]
+        taken = sure if need < 0 else []
         if taken:
             inside = replace(inside, spared=out)
         else:
-            taken = [b for b in same if last.get(b) != u and _is_spared(inside, buffers, b, out)]
+            taken = [b for b in same if b not in sure and _is_spared(inside, buffers, b, out)]
         found[u] = inside
         operations.append(replace(operation, workspace=inside.workspace(), inplace=tuple(taken)))
     return operations, found
@@ -165,4 +189,4 @@ def _is_spared(inside: Inside, buffers: Sequence[Sequence[int]], b: int, out: in
     """Whether `out` bytes less are needed where nobody reads buffer `b` later."""
     more = {i for i, bs in enumerate(buffers) if tuple(bs) == (b,)}
     less = replace(inside, dying=inside.dying | more)
-    return bool(more) and inside.workspace() - less.workspace() >= out
+    return bool(more) and less._need() + out <= inside.workspace()

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.eager import context
-from tensorflow.python.framework import op_def_registry, tensor_util
+from tensorflow.python.framework import tensor_util
 
 
 def words(text: str) -> frozenset[str]:
@@ -30,7 +30,7 @@ RESIDENT = words("""
     """)
 """Operations whose outputs are in memory throughout the step, whatever is recomputed."""
 
-METADATA = words("Shape ShapeN Size Rank")
+METADATA = words("Shape ShapeN Size Rank TensorListLength TensorListElementShape")
 """Operations that look at the shape of their inputs only."""
 
 SIMPLE_VIEWS = words("""
@@ -171,7 +171,12 @@ LARGEST_FOLDED = 10 * 1024 * 1024
 
 def is_foldable(op: tf.Operation) -> bool:
     """Whether the executor computes the operation in advance if all its inputs are constants."""
-    return bool(op.inputs) and not op.control_inputs and op.type not in _CALLS and is_pure(op)
+    kind = op.type
+    if not op.inputs or kind in RESIDENT or op.control_inputs or op._is_stateful:
+        return False
+    if kind in _CALLS or kind in _CONTROL_FLOW_V1 or runs_once(kind):
+        return False
+    return not any(is_opaque(t.dtype) for t in (*op.inputs, *op.outputs))
 
 
 @functools.cache
@@ -217,59 +222,10 @@ def is_update(op: tf.Operation) -> bool:
     return op._is_stateful and any(t.dtype == tf.resource for t in op.inputs)
 
 
-def is_pure(op: tf.Operation) -> bool:
-    """Whether executing the operation twice on the same inputs is the same as executing it once.
-
-    Functions that it calls are looked into. Anything stateful, random with hidden state,
-    collective, or on resources, variants, strings and references is not pure.
-    """
-    kind = op.type
-    if kind in RESIDENT or kind in _CONTROL_FLOW_V1 or _runs_once(kind):
-        return False
-    if any(is_opaque(t.dtype) for t in op.inputs) or any(is_opaque(t.dtype) for t in op.outputs):
-        return False
-    if kind in _CALLS:
-        return _calls_are_pure(op.graph, _functions(op.node_def), set())
-    return not op._is_stateful
-
-
 @functools.cache
-def _runs_once(kind: str) -> bool:
+def runs_once(kind: str) -> bool:
+    """Whether operations of this type must not be repeated, although they are not stateful."""
     return kind in _ONCE or kind.startswith(_ONCE_PREFIXES)
-
-
-def _functions(node: Any) -> list[str]:
-    names = []
-    for value in node.attr.values():
-        if value.HasField("func"):
-            names.append(value.func.name)
-        elif value.HasField("list"):
-            names.extend(f.name for f in value.list.func)
-    return names
-
-
-def _calls_are_pure(graph: tf.Graph, names: Iterable[str], seen: set[str]) -> bool:
-    for name in names:
-        if name in seen:
-            continue
-        seen.add(name)
-        definition = function_def(graph, name)
-        if definition is None:
-            return False
-        for node in definition.node_def:
-            if _runs_once(node.op):
-                return False
-            if node.op not in _CALLS:
-                op_def = op_def_registry.get(node.op)
-                # An unregistered operation type is a function called by its name.
-                if op_def is None:
-                    if not _calls_are_pure(graph, [node.op], seen):
-                        return False
-                elif op_def.is_stateful:
-                    return False
-            if not _calls_are_pure(graph, _functions(node), seen):
-                return False
-    return True
 
 
 def function_def(graph: tf.Graph, name: str) -> Any:

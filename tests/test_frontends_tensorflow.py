@@ -405,7 +405,7 @@ def test_what_may_be_repeated() -> None:
         op for op in found.graph.operations if op.forward and op.kind in ("If", "StatelessIf")
     ]
     # The loop hands its intermediate values to the gradient as a variant.
-    assert [op.repeatable for op in loop] == [False]
+    assert [op.repeatable for op in loop] == [True]
     assert [op.repeatable for op in branch] == [False]
 
 

@@ -21,6 +21,7 @@ from optckpt.backends.xla_guards import bar_xla
 from optckpt.errors import RewriteError
 from optckpt.frontends import tf_ops
 from optckpt.frontends.tensorflow import HISTORY, Capture, Past, no_garbage_collection
+from optckpt.frontends.tf_capture import SIBLING
 from optckpt.frontends.tf_traced import changes, next_mark
 from optckpt.schedule import Schedule
 from optckpt.simulate import simulate
@@ -77,6 +78,7 @@ def rewrite(capture: Capture, schedule: Schedule, *, scope: str = "optckpt") -> 
     copies = keep_orders(capture, executed, scope)
     chain = [clones[n] if isinstance(n, int) else n for group in edit.chain for n in group]
     remember(capture, chain)
+    _hide_permutations(capture.tf_graph, chain)
     _protect(capture.tf_graph, [*chain, *copies])
     bar_xla(capture.tf_graph, scope)
     is_view = [c.is_view for c in edit.clones]
@@ -148,6 +150,8 @@ class Edit:
     """The chained executions, each the nodes of a unit, in order."""
     units: list[tuple[Node, ...]] = field(default_factory=list)
     """Executions of more than one operation, which TensorFlow may merge into one."""
+    early: set[Node] = field(default_factory=set)
+    """Clones that read variables which older operations change, and that come before these."""
 
 
 def _node(source: Source) -> Node:
@@ -204,6 +208,10 @@ class Planner:
             clone = self._clone(op, inputs, suffix, is_view=False)
             own.update((id(t), (clone, o)) for o, t in enumerate(op.outputs))
             nodes.append(clone)
+        changing = self.capture.written_later[u] if self.capture.written_later else ()
+        if changing:
+            self.edit.early.update(nodes)
+            self.edit.controls += ((node, after) for node in nodes for after in changing)
         for b in self.capture.graph.operations[u].writes:
             self.copies[b] = own[id(self.capture.tensors[b])]
         return tuple(nodes)
@@ -223,6 +231,10 @@ class Planner:
         if source is None:
             return tensor
         for op, i, o in chain:
+            if i == SIBLING:
+                if isinstance(source, tuple):
+                    source = (source[0], o)
+                continue
             if op.type == "IdentityN":
                 # A clone would hold the other inputs, too.
                 if overrides_gradient(op) and isinstance(source, tuple):
@@ -368,6 +380,10 @@ def apply_edit(graph: tf.Graph, edit: Edit) -> tuple[list[tf.Operation], int]:
         known.added[made] = known.added.get(clone.original, clone.original)
         if clone.original in known.orders:
             known.orders[made] = known.orders[clone.original]
+        if c in edit.early:
+            # It is younger than what changes the variable that it reads: tf.function would let it
+            # wait for that.
+            graph.experimental_acd_manager.run_independently(made)
     for op, i, source in edit.moves:
         known.redirect(op, i, tensor(source))
     for node, sources in before.items():
@@ -399,6 +415,31 @@ def _empty(capture: Capture, clones: Iterable[tuple[tf.Operation, tf.Operation]]
                 made[key] = tf.constant([], op.inputs[i].dtype, name="optckpt/empty")
         for reader in (op, *again.get(op, ())):
             changes(capture.tf_graph).redirect(reader, i, made[key])
+
+
+def _hide_permutations(graph: tf.Graph, chain: Sequence[tf.Operation]) -> None:
+    """Keep the graph optimiser from taking out pairs of transpositions that cancel.
+
+    Who reads the second would read what the first reads, as soon as that is there, and so hold it
+    from then on: layers that swap time and batch, one after the other (recurrent ones), would be
+    executed again too early. It does not look at a permutation that might be fed.
+    """
+    hidden: dict[tuple[int, str], tf.Tensor] = {}
+    for op in chain:
+        if op.type != "Transpose":
+            continue
+        source = op.inputs[0].op
+        while source.type in tf_ops.SIMPLE_VIEWS:
+            source = source.inputs[0].op
+        if source.type != "Transpose" or op.inputs[1].op._get_control_flow_context() is not None:
+            continue
+        key = (id(op.inputs[1]), op.device)
+        if key not in hidden:
+            with graph.as_default(), tf.control_dependencies(None), tf.device(op.device):
+                hidden[key] = tf.compat.v1.placeholder_with_default(
+                    op.inputs[1], op.inputs[1].shape, name="optckpt/permutation"
+                )
+        changes(graph).redirect(op, 1, hidden[key])
 
 
 def _protect(graph: tf.Graph, chain: Sequence[tf.Operation]) -> None:
