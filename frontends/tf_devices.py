@@ -66,6 +66,8 @@ def shares(devices: Devices, nodes: Iterable[Node]) -> dict[str, float]:
 def _captured(graph: Any) -> dict[int, str]:
     """id(placeholder) -> device of the variable that a function has captured as it."""
     found: dict[int, str] = {}
+    # All that is captured of a graph is captured of the one around it.
+    around: dict[int, str] | None = None
     for outside, inside in getattr(graph, "captures", ()):
         if inside.dtype != tf.resource:
             continue
@@ -74,8 +76,9 @@ def _captured(graph: Any) -> dict[int, str]:
             spec = tf.DeviceSpec.from_string(text)
             if spec.device_type:
                 found[id(inside)] = f"/device:{spec.device_type}:{spec.device_index or 0}"
-        else:
-            inner = _captured(getattr(outside, "graph", None)).get(id(outside))
-            if inner is not None:
-                found[id(inside)] = inner
+            continue
+        if around is None:
+            around = _captured(getattr(outside, "graph", None))
+        if id(outside) in around:
+            found[id(inside)] = around[id(outside)]
     return found
