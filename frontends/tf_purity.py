@@ -29,6 +29,8 @@ _LISTS = tf_ops.words("""
 _HANDED_ON = tf_ops.words("Identity IdentityN StopGradient PreventGradient")
 # Element by element, where the input is a list.
 _WITH_LISTS = _LISTS | _HANDED_ON | tf_ops.words("ZerosLike AddN")
+# What they do to variables cannot be seen.
+_PYTHON = tf_ops.words("EagerPyFunc PyFunc PyFuncStateless")
 _ARGUMENTS = tf_ops.words("Placeholder PlaceholderWithDefault PlaceholderV2 _Arg Const")
 
 
@@ -101,6 +103,7 @@ class Variables:
 
     def __init__(self) -> None:
         self._writers: dict[int, list[tf.Operation] | None] = {}
+        self._python: bool | None = None
 
     def written_later(self, op: tf.Operation) -> Sequence[tf.Operation] | None:
         """The operations made after `op` that may change a variable which `op`, pure, reads.
@@ -113,6 +116,10 @@ class Variables:
         if not handles:
             return ()
         if getattr(op.graph, "experimental_acd_manager", None) is None:
+            return None
+        if self._python is None:
+            self._python = any(o.type in _PYTHON for o in op.graph.get_operations())
+        if self._python:
             return None
         # This is what tf.function goes by, when it puts what uses a variable in order.
         reads, changed = auto_control_deps_utils.get_read_write_resource_inputs(op)

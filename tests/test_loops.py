@@ -282,6 +282,12 @@ def test_a_loop_is_not_executed_again_after_its_variable_was_changed() -> None:
     assert loops(traced(lambda x: run(x, True, False), [w])) == [True]
     assert loops(traced(lambda x: run(x, False, True), [w])) == [False]
 
+    def with_python(x: tf.Tensor) -> tf.Tensor:
+        tf.py_function(lambda: None, [], [])
+        return run(x, False, False)
+
+    assert loops(traced(with_python, [w])) == [False]
+
 
 def test_an_update_after_the_gradients_waits_for_executions_that_are_added() -> None:
     def trained(schedule: Callable[..., Schedule] | None) -> list[np.ndarray]:
