@@ -26,7 +26,8 @@ _SMALL = _FIRST_REGION // 8
 _MOST_SMALL = 8
 """So many small blocks of others are as large as the first region."""
 _STEPS = 3
-"""Steps replayed; from the second on, the chunks left by the one before are there."""
+"""Steps replayed; from the second on, the chunks left by the one before are there. Twice as many
+where variables change their place."""
 
 
 class Reporter(Protocol):
@@ -86,15 +87,15 @@ class Allocator:
         the graph. `schedule` must be valid.
         O(executions log chunks).
         """
-        events = _events(graph, schedule, self.smallest)
+        events, moving = _events(graph, schedule, self.smallest)
         peaks = []
         if self.free is not None:
             chunks = self._known(self.free)
             regions = chunks.regions
-            peaks.append(_replay(chunks, events))
-            if chunks.regions == regions:
+            peaks.append(_replay(chunks, events, moving))
+            if chunks.regions == regions + len(moving):
                 return graph.resident + peaks[0]
-        peaks += [_replay(chunks, events) for chunks in self._histories()]
+        peaks += [_replay(chunks, events, moving) for chunks in self._histories()]
         return graph.resident + max(peaks)
 
     def _known(self, free: Sequence[int]) -> _Chunks:
@@ -133,22 +134,40 @@ class Allocator:
                 yield _Chunks.holding([*held, *(small,) * n], 0)
 
 
-def _replay(chunks: _Chunks, events: Sequence[tuple[int, int]]) -> int:
-    """Peak bytes that some steps use beyond what is in use before."""
+def _replay(chunks: _Chunks, events: Sequence[tuple[int, int]], moving: dict[int, int]) -> int:
+    """Peak bytes that some steps use beyond what is in use before.
+
+    `moving`: bytes of the variables that are given other memory, by what gives it to them.
+    """
+    variables = {update: chunks.hold(size) for update, size in moving.items()}
     before = chunks.in_use
     chunks.highest = before
-    for _ in range(_STEPS):
+    # Moving, the variables cut the free memory otherwise in each step.
+    for _ in range(2 * _STEPS if moving else _STEPS):
         at: dict[int, int] = {}
         for block, size in events:
-            if size:
+            if size > 0:
                 at[block] = chunks.allocate(size)
-            else:
+            elif not size:
                 chunks.free(at.pop(block))
+            else:
+                chunks.free(variables[~size])
+                variables[~size] = at.pop(block)
     return chunks.highest - before
 
 
-def _events(graph: TrainingGraph, schedule: Schedule, smallest: int) -> list[tuple[int, int]]:
-    """What a step asks of the allocator: (block, its size), or (block, 0) to free it."""
+_MOVES_VARIABLE = "AssignVariableOp"
+"""The variable takes over the memory of the value, if nothing else holds that, or gets a copy."""
+
+
+def _events(
+    graph: TrainingGraph, schedule: Schedule, smallest: int
+) -> tuple[list[tuple[int, int]], dict[int, int]]:
+    """What a step asks of the allocator: (block, its size), or (block, 0) to free it, or (block,
+    ~operation): the operation gives the block to a variable, whose old one is freed.
+
+    Also returns the bytes of these variables, by operation.
+    """
     sizes = [b.size for b in graph.buffers]
     copy = [-1] * len(sizes)
     last_use: list[int] = []
@@ -166,6 +185,7 @@ def _events(graph: TrainingGraph, schedule: Schedule, smallest: int) -> list[tup
         last_use[copy[b]] = len(schedule.executions)
 
     events: list[tuple[int, int]] = []
+    moving: dict[int, int] = {}
     # Copies are numbered from 0, workspaces from -1 down; an output in place has its input's block.
     block_of: dict[int, int] = {}
     created = 0
@@ -189,12 +209,20 @@ def _events(graph: TrainingGraph, schedule: Schedule, smallest: int) -> list[tup
             created += 1
         if op.workspace and op.workspace >= smallest:
             events += [(-1 - step, op.workspace), (-1 - step, 0)]
+        if op.kind == _MOVES_VARIABLE and len(reads[step]) == 1:
+            (b,) = reads[step]
+            if sizes[b] and sizes[b] >= smallest:
+                moving[o] = sizes[b]
+                block = block_of.pop(dying.pop(b)) if b in dying else -1 - step
+                if block == -1 - step:
+                    events.append((block, sizes[b]))
+                events.append((block, ~o))
         unread = [c for c in range(created - len(op.writes), created) if last_use[c] == step]
         for c in (*dying.values(), *unread):
             if c in block_of:
                 events.append((block_of.pop(c), 0))
     events += [(block, 0) for block in block_of.values()]
-    return events
+    return events, moving
 
 
 class _Chunks:
@@ -250,6 +278,16 @@ class _Chunks:
         self._is_free[address] = True
         self._before[address] = self._after[address] = None
         insort(self._free, (size, address))
+
+    def hold(self, size: int) -> int:
+        """Address of a chunk in use that has always been there, next to nothing."""
+        size = -(-size // ROUNDING) * ROUNDING
+        self._add_region(size)
+        address = -self._regions << 48
+        self._remove(address)
+        self._is_free[address] = False
+        self.in_use += size
+        return address
 
     def _grow(self, size: int) -> None:
         if size <= self._next_region:

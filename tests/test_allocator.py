@@ -142,9 +142,10 @@ def test_small_blocks_of_others_count(seed):
     schedule = Schedule.base(graph)
     small = MIB // 4
     held = [MIB] * 4
-    events = _events(graph, schedule, small)
+    events, moving = _events(graph, schedule, small)
+    assert not moving
     peaks = [
-        _replay(_Chunks.holding([*held, *[small] * n], 0), events) + graph.resident
+        _replay(_Chunks.holding([*held, *[small] * n], 0), events, moving) + graph.resident
         for n in range(9)
     ]
     assert max(peaks) > 1.15 * peaks[0]
@@ -171,3 +172,41 @@ def test_where_known_chunks_do_not_suffice_the_plausible_histories_count():
     unknown = Allocator(MIB // 4, held=(MIB,) * 4)
     known = Allocator(MIB // 4, held=(MIB,) * 4, free=(MIB, 2 * MIB))
     assert known.peak(graph, base) >= unknown.peak(graph, base)
+
+
+def updating(kind: str, size: int, *, read_again: bool = False) -> TrainingGraph:
+    """A tensor, then a value of `size` bytes that a variable is given, then a larger tensor."""
+    operations = [
+        Operation("large", "Conv2D", 1.0, (), (0,)),
+        Operation("value", "Mul", 1.0, (0,), (1,)),
+        Operation("update", kind, 1.0, (1,), ()),
+        Operation("after", "Relu", 1.0, (1,) if read_again else (), (2,), after=(2,)),
+    ]
+    buffers = [Buffer("large", 64 * MIB), Buffer("value", size), Buffer("after", 70 * MIB)]
+    return TrainingGraph(tuple(operations), tuple(buffers), resident=size)
+
+
+@pytest.mark.parametrize("read_again", [False, True])
+def test_a_variable_moves_to_the_memory_of_its_value(read_again):
+    graph = updating("AssignVariableOp", 3 * MIB, read_again=read_again)
+    events, moving = _events(graph, Schedule.base(graph), 0)
+    assert moving == {2: 3 * MIB}
+    given = [block for block, size in events if size == ~2]
+    value = next(block for block, size in events if size == 3 * MIB)
+    if read_again:
+        # Something else holds the value: the variable gets a copy, and the value dies later.
+        assert given != [value]
+        assert (value, 0) in events
+    else:
+        assert given == [value]
+        assert (value, 0) not in events
+    assert _events(updating("AssignAddVariableOp", 3 * MIB), Schedule.base(graph), 0)[1] == {}
+
+
+def test_a_variable_in_a_chunk_that_is_too_large_stays_there():
+    # The value goes into a free chunk of 5 MiB, which is not split: 2 MiB are lost from then on.
+    graph = updating("AssignVariableOp", 3 * MIB)
+    known = Allocator(free=(5 * MIB, 128 * MIB))
+    in_place = updating("AssignAddVariableOp", 3 * MIB)
+    peak = known.peak(graph, Schedule.base(graph))
+    assert peak >= known.peak(in_place, Schedule.base(in_place)) + 2 * MIB
