@@ -16,6 +16,7 @@ from typing import TypeAlias
 import tensorflow as tf
 from tensorflow.python.framework import ops
 
+from optckpt.backends.partners import separate_partners
 from optckpt.backends.sums import keep_orders
 from optckpt.backends.xla_guards import bar_xla
 from optckpt.errors import RewriteError
@@ -78,6 +79,9 @@ def rewrite(capture: Capture, schedule: Schedule, *, scope: str = "optckpt") -> 
     copies = keep_orders(capture, executed, scope)
     chain = [clones[n] if isinstance(n, int) else n for group in edit.chain for n in group]
     remember(capture, chain)
+    separate_partners(
+        ([clones[n] if isinstance(n, int) else n for n in unit] for unit in edit.units), scope
+    )
     _hide_permutations(capture.tf_graph, chain)
     _protect(capture.tf_graph, [*chain, *copies])
     bar_xla(capture.tf_graph, scope)
