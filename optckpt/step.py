@@ -177,7 +177,7 @@ def whole_step(
 def _finish(step: WholeStep) -> None:
     memory = step.request.settings.memory
     joined = memory.updates == "early" and bypass_joins(
-        step.graph.get_operations()[step.begin :], step.gradients
+        step.graph.get_operations()[step.begin :], step.gradients, step.kept
     )
     devices = Devices(step.graph)
     # Replicas share a graph; what the others do is planned with them.
