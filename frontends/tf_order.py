@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import tensorflow as tf
 
@@ -89,9 +89,13 @@ def execution_order(
         for node in nodes
     ]
     readers = _Readers(nodes)
+    waits: dict[int, list[int]] = {}
     for i, earlier in (*_effects(nodes), *_old_readers(nodes, readers, after)):
         before[i].append(index[earlier])
         nodes[i].effects.append(earlier)
+        waits.setdefault(i, []).append(index[earlier])
+    for i, c in _lazily(nodes, index, readers, after, waits):
+        before[i].append(c)
     units = _units(nodes, readers)
     rank = _ranks(nodes, forward, sizes, readers, after)
     early = outside.union(after) if early_updates else outside
@@ -273,6 +277,42 @@ def _old_readers(
                         for k, o in tf_ops.views(reader.op)
                         if reader.inputs[k] is t
                     ]
+
+
+def _lazily(
+    nodes: Sequence[Node],
+    index: Mapping[Node, int],
+    readers: _Readers,
+    after: Collection[Node],
+    waits: Mapping[int, Sequence[int]],
+) -> list[tuple[int, int]]:
+    """Where an update in `after` waits for others, what only computes its value waits for them,
+    too: (index of such an operation, index of what it comes after).
+
+    Computed before the update is possible, the value would only take up memory. `waits`: index of
+    an operation -> indices of those whose effects it comes after.
+
+    This closes no cycle. From what only computes a value every path leads through its update,
+    which comes after the same operations anyway; and none of these is such an operation itself.
+    """
+    chains: dict[int, set[int]] = {}
+    for i in waits:
+        if nodes[i] not in after or not tf_ops.is_update(nodes[i].op):
+            continue
+        only = {i}
+        stack = [index[p] for p in nodes[i].makers if p in index]
+        while stack:
+            c = stack.pop()
+            node = nodes[c]
+            if c in only or node not in after or node.op._is_stateful or c in waits:
+                continue
+            users = {*readers.waiting_for(node), *(r for t in node.outputs for r in readers.of(t))}
+            if users <= only:
+                only.add(c)
+                stack += [index[p] for p in node.makers if p in index]
+        chains[i] = only - {i}
+    lazy = set().union(*chains.values())
+    return [(c, o) for i, chain in chains.items() for c in chain for o in waits[i] if o not in lazy]
 
 
 def _units(nodes: Sequence[Node], readers: _Readers) -> list[tuple[int, ...]]:

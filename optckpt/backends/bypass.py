@@ -17,15 +17,21 @@ def bypass_joins(
 ) -> int:
     """Let the readers of an IdentityN of several gradients read the gradients themselves.
 
-    Keras' optimizers pass all gradients through one such operation (the all-reduce over a single
-    replica), which waits for the last of them: no variable could be updated before. Returns how
-    many inputs have been redirected. Nothing is computed otherwise.
+    Keras' optimizers pass all gradients, clipped or as they are, through one such operation (the
+    all-reduce over a single replica), which waits for the last of them: no variable could be
+    updated before. Returns how many inputs have been redirected. Nothing is computed otherwise.
 
     An IdentityN with a gradient of its own, as that of the all-reduce, stays in sight of whoever
     differentiates later: it is bypassed only on the way to updates. `operations` are all of the
     step, `keep` is what will be used after it.
     """
-    source = {id(g): g for g in gradients}
+    source: dict[int, tf.Tensor] = {}
+    stack = list(gradients)
+    while stack:
+        t = stack.pop()
+        if id(t) not in source:
+            source[id(t)] = t
+            stack += [out for reader in t.consumers() for out in reader.outputs]
     joins = [op for op in operations if op.type == "IdentityN" and _is_join(op)]
     open_ended = _open_ended(operations, keep) if any(map(overrides_gradient, joins)) else set()
     count = 0
@@ -48,18 +54,12 @@ def _is_join(op: tf.Operation) -> bool:
     return len(op.inputs) > 1 and not op.control_inputs
 
 
-def _open_ended(
-    operations: Iterable[tf.Operation], keep: Iterable[tf.Tensor]
-) -> set[tf.Operation]:
+def _open_ended(operations: Iterable[tf.Operation], keep: Iterable[tf.Tensor]) -> set[tf.Operation]:
     """The operations from which something follows that may be read later: a tensor that is kept,
     or that nothing has read yet. From all others only effects follow.
     """
     kept = {id(t) for t in keep}
-    stack = [
-        op
-        for op in operations
-        if any(id(t) in kept or not t.consumers() for t in op.outputs)
-    ]
+    stack = [op for op in operations if any(id(t) in kept or not t.consumers() for t in op.outputs)]
     found = set(stack)
     while stack:
         for t in stack.pop().inputs:
