@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from optckpt.costs.cache import Cost
 from optckpt.costs.constants import static_shape
 from optckpt.costs.inputs import Argument, UnmeasurableError, synthesise, tensor_size
 from optckpt.costs.signature import Call, Link, Program, eager_attributes
+from optckpt.device import bytes_in_use, memory_limit
 
 CHAIN = 5
 """Length of the chain in which all calls but the first work in place."""
@@ -30,6 +32,8 @@ _BUSY_ALLOWANCE = 150e-3
 _NEAR = 1.05
 _SMALL_BYTES = 1 << 16
 _UNCHECKED_BYTES = 1 << 28
+_UNCHECKED_INPUTS = 1 << 18
+_PIECE = 1 << 16
 _CONTAINER_LIMITS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     (
@@ -82,7 +86,7 @@ class Runner:
             UnmeasurableError: if the outputs have other shapes than in the graph.
             Exception: whatever TensorFlow raises.
         """
-        _check_memory(program)
+        _check_memory(program, self.device)
         with tf.device(self.device):
             arguments = [
                 _tensor(a) for c in program.calls for a in c.inputs if isinstance(a, Argument)
@@ -174,15 +178,35 @@ class Runner:
         return self._overheads[function]
 
 
-def _check_memory(program: Program) -> None:
-    """Raise MemoryError rather than let the system end the process."""
-    need = 0
-    for call in program.calls:
-        # An input is made in the host's memory and then handed to TensorFlow.
-        need += sum(2 * a.size for a in call.inputs if isinstance(a, Argument))
-        need += sum(tensor_size(*output) for output in call.outputs)
+def _check_memory(program: Program, device: str) -> None:
+    """Raise MemoryError rather than let the system or TensorFlow's allocator end the process."""
+    inputs = sum(a.size for c in program.calls for a in c.inputs if isinstance(a, Argument))
+    outputs = sum(tensor_size(*output) for call in program.calls for output in call.outputs)
+    # An input is made in the host's memory and then handed to TensorFlow.
+    need = 2 * inputs + outputs
     if need > _UNCHECKED_BYTES and need > available_memory():
         raise MemoryError(f"{format_bytes(need)} are needed to run it alone")
+    if inputs > _UNCHECKED_INPUTS and _is_limited(device):
+        room = memory_limit(device) - bytes_in_use(device)
+        if inputs + outputs > room:
+            raise MemoryError(
+                f"{format_bytes(inputs + outputs)} on the device are needed to run it alone, and "
+                f"{format_bytes(room)} are left"
+            )
+        # Asked for more than the device has in one piece, this raises an error; putting a value
+        # there would end the process.
+        pieces = [
+            tf.raw_ops.Empty(shape=[-(-a.size // _PIECE), _PIECE], dtype=tf.uint8)
+            for c in program.calls
+            for a in c.inputs
+            if isinstance(a, Argument)
+        ]
+        del pieces
+
+
+def _is_limited(device: str) -> bool:
+    """Whether TensorFlow takes values from an allocator that ends the process when it is full."""
+    return "CPU" in device.upper() and bool(os.environ.get("TF_MKL_ALLOC_MAX_BYTES"))
 
 
 def available_memory() -> float:
