@@ -49,6 +49,8 @@ class PlannedStep:
         self._on_plan = on_plan
         self._function = make(self, None)
         self._device: str | None = None
+        self._calibrate = calibrate
+        """Whether it may still be planned again."""
         self._left = _STEPS if calibrate else 0
         """Steps to be measured."""
         self._plan: Plan | None = None
@@ -67,6 +69,11 @@ class PlannedStep:
     def plan(self) -> Plan | None:
         """The plan that holds now; None before the first step."""
         return self._plan
+
+    def measure_again(self) -> None:
+        """Measure the next steps if it is calibrated at all: something else has used the device."""
+        if self._calibrate:
+            self._left = _STEPS
 
     def planned(self, plan: Plan) -> None:
         """Note the plan that has just been applied: of several devices, that of the main one."""
@@ -147,6 +154,7 @@ class PlannedStep:
         peak, plan, self._function = self._best
         self._adopt(replace(plan, calibrated=self._exceeded))
         self._settle()
+        self._calibrate = False
         logger.warning(
             "the step peaks at %s, above its budget of %s: %s; raise the budget or memory.margin",
             format_bytes(peak),
@@ -172,6 +180,7 @@ class PlannedStep:
         except ValueError:
             logger.info("%s does not track its memory: no calibration", self._device)
             self._settle()
+            self._calibrate = False
             return 0
 
     def _peak(self) -> int:

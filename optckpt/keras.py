@@ -60,8 +60,8 @@ def apply(
     Args:
         budget: peak bytes on the device during a training step; see `optckpt.gradients`. On a CPU,
             data in memory and prefetched batches are on the device, too.
-        calibrate: measure the first steps and plan again if the peak is above the budget; see
-            `optckpt.calibration`. None: as the configuration says.
+        calibrate: measure the first steps of each epoch and plan again if the peak is above the
+            budget; see `optckpt.calibration`. None: as the configuration says.
         max_overhead, strategy, checkpoints, config, plan, on_plan: as for `optckpt.gradients`.
 
     Raises:
@@ -283,6 +283,11 @@ class _Training:
             return self._run(self._find(None, (), False), iterator)
         first = self._iterator is None or self._iterator() is not iterator
         self._iterator = weakref.ref(iterator)
+        if first:
+            # Batches are fetched otherwise than before, and what ran between the epochs has left
+            # other chunks free.
+            for signature in self.steps:
+                signature.step.measure_again()
         logs = None
         for _ in range(self._model.steps_per_execution):
             try:
