@@ -102,8 +102,10 @@ def test_workspace_is_the_peak_beyond_inputs_and_outputs(tracked_memory):
     graph = measure(capture)
     spaces = {op.kind: op.workspace for op in graph.operations}
     assert spaces["Tanh"] == 0
-    # A sum over axes that are apart is taken over a transposed copy.
-    assert spaces["Sum"] == 64 * 32 * 32 * 16 * 4
+    # A sum over axes that are apart is taken over a transposed copy, in a chunk of free memory that
+    # is split only if it is twice as large.
+    copy = 64 * 32 * 32 * 16 * 4
+    assert copy <= spaces["Sum"] < 2 * copy
 
 
 # Signatures

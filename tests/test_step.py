@@ -168,7 +168,7 @@ def check(make: Callable[[Around], tuple[Body, Sequence[Any]]], updates: str = "
     assert len(plain.variables) > 0
     assert all(len(p.schedule) > len(set(p.schedule.executions)) for p in found.plans)
     # The step before may have left other free chunks than there were when the plan was made.
-    assert found.peak <= 1.03 * max(plan.predicted_peak for plan in found.plans) + BYTES
+    assert found.peak <= 1.03 * max(plan.predicted_peak for plan in found.plans) + 2 * BYTES
     return found
 
 

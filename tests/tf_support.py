@@ -39,7 +39,8 @@ def random_schedule(seed: int, share: float = 0.4) -> Scheduler:
         for o, op in enumerate(graph.operations):
             if not op.forward and rng.random() < share:
                 for b in sorted(valid):
-                    if graph.operations[graph.producer[b]].repeatable and rng.random() < share:
+                    maker = graph.operations[graph.producer[b]]
+                    if maker.repeatable and not maker.repeat_before and rng.random() < share:
                         valid.discard(b)
             run(o)
         return Schedule(tuple(executions))
