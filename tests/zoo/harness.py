@@ -24,7 +24,7 @@ import pytest
 import tensorflow as tf
 
 import optckpt
-from optckpt.config import Config
+from optckpt.config import Config, MemoryConfig
 from optckpt.errors import CaptureError
 from optckpt.frontends.tf_ops import MARK
 from optckpt.schedule import Plan
@@ -215,12 +215,14 @@ class _Unplanned:
 class Budgeted(Way):
     """How a row takes its gradients: within a budget."""
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: int, margin: float | None = None) -> None:
         self.budget = budget
         self.plans: list[Plan] = []
         self.clones = 0
         """Operations that stand in the traced graphs once more."""
-        self._options = {"budget": budget, "config": QUICK, "on_plan": self._planned}
+        memory = QUICK.memory if margin is None else MemoryConfig(margin=margin)
+        config = QUICK.model_copy(update={"memory": memory})
+        self._options = {"budget": budget, "config": config, "on_plan": self._planned}
 
     def _planned(self, plan: Plan) -> None:
         self.plans.append(plan)
@@ -271,6 +273,8 @@ class Row:
     """Whether the budget can only be met by executing operations again."""
     plans: int = 1
     """How many plans are made for it."""
+    margin: float | None = None
+    """`memory.margin`, where the peak is known to be predicted too low; None: the default."""
     tolerance: float = 0.0
     """By how much numbers may differ from those of the plain run; 0: in no bit."""
     refusal: str | None = None
@@ -312,7 +316,7 @@ def check(row: Row) -> Budgeted:
     outputs, state, peaks = _run(row, Way())
     # Nothing orders the plain step's operations, so that its peak differs from step to step.
     plain = min(peaks) - before
-    way = Budgeted(_free_memory() + round(row.share * plain))
+    way = Budgeted(_free_memory() + round(row.share * plain), row.margin)
     if row.refusal is not None:
         with pytest.raises(CaptureError, match=row.refusal):
             _run(row, way)

@@ -45,6 +45,8 @@ def _line(row: Row) -> str:
         holds = "executed again" if row.repeats else "nothing again"
         if row.plans > 1:
             holds += f", {row.plans} plans"
+        if row.margin is not None:
+            holds += f", with a margin of {100 * row.margin:.0f} %"
         if row.tolerance:
             holds += f", the same but for rounding ({row.tolerance:g})"
     name = row.name.replace("_", " ")

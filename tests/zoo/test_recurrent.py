@@ -177,7 +177,7 @@ def scan(way: Way) -> Trial:
     return loop(step, [(normal(4, 1024, 32),)], variables)
 
 
-@zoo.row("gradients", "gradients taken inside the body of a loop over steps", 0.7)
+@zoo.row("gradients", "gradients taken inside the body of a loop over steps", 0.75, margin=0.2)
 def steps_in_a_loop(way: Way) -> Trial:
     ws = [weight(32, 32, seed=i) for i in range(6)]
 

@@ -98,7 +98,7 @@ def cond(way: Way) -> Trial:
     return fit(way.keras(model), X, Y, batch=BATCH)
 
 
-@zoo.row("gradients", "tf.switch_case: another branch in each step", 0.75)
+@zoo.row("gradients", "tf.switch_case: another branch in each step", 0.8, margin=0.2)
 def switch_case(way: Way) -> Trial:
     ws, inner = squares(5), squares(3, 9)
     variables = [*ws, *inner]
@@ -155,7 +155,7 @@ def custom_gradient(way: Way) -> Trial:
 
 
 def called_functions(way: Way, **options) -> Trial:
-    ws, hidden = squares(6), layers.Dense(32, activation="tanh")
+    ws, hidden = squares(10), layers.Dense(32, activation="tanh")
     hidden.build((None, 32))
     sgd = keras.optimizers.SGD(0.05)
     variables = [*ws, *hidden.trainable_variables]
@@ -163,14 +163,13 @@ def called_functions(way: Way, **options) -> Trial:
 
     @tf.function(**options)
     def block(x, first, second):
-        return hidden(tf.tanh(tf.tanh(x @ first) @ second))
+        return hidden(mlp(x, (first, second)))
 
     @tf.function
     def step(x):
         with way.whole_step() as whole:
             with tf.GradientTape() as tape:
-                for pair in zip(ws[::2], ws[1::2], strict=True):
-                    x = block(x, *pair)
+                x = mlp(block(mlp(x, ws[:4]), *ws[4:6]), ws[6:])
                 loss = tf.reduce_mean(x * x)
             sgd.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
             whole.keep(loss)
@@ -184,7 +183,7 @@ def functions_inlined(way: Way) -> Trial:
     return called_functions(way)
 
 
-@zoo.row("whole_step", "layers in tf.functions marked as _noinline", 0.85)
+@zoo.row("whole_step", "layers in tf.functions marked as _noinline", 0.75, margin=0.1)
 def functions_kept(way: Way) -> Trial:
     return called_functions(way, experimental_attributes={"_noinline": True})
 
