@@ -108,7 +108,8 @@ def both(make=mlp, fit=None, budget="80%", **options):
         np.testing.assert_array_equal(a, b)
     plan = optckpt.keras.plan(model)
     assert repeats(plan) > 0
-    assert plan.predicted_peak <= plan.budget < plan.plain_peak
+    # How free memory is cut up depends on the tests before; the test of the peak has its own.
+    assert plan.live_peak <= plan.budget < plan.plain_peak
     return model
 
 
