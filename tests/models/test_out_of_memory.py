@@ -19,7 +19,8 @@ from optckpt.models import build
 from optckpt.config import Config
 
 model, way, budget = json.loads(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
-config = Config.model_validate({"model": model, "plans": {"cache": False}, "costs": {"cache": False}})
+off = {"cache": False}
+config = Config.model_validate({"model": model, "plans": off, "costs": off})
 tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
 step = build(config.model)
 variables = list(step.variables)
