@@ -126,7 +126,7 @@ def gan_as_one_step(way: Way) -> Trial:
     return loop(step, [(DATA[:BATCH], normal(BATCH, 8))], state)
 
 
-@zoo.row("GradientTape", "gradient penalty: second order", 0.65)
+@zoo.row("GradientTape", "gradient penalty: second order", 0.7)
 def gradient_penalty(way: Way) -> Trial:
     critic = dense(32, 64, 64, 64, 1)
     variables = critic.trainable_variables
