@@ -89,13 +89,11 @@ def execution_order(
         for node in nodes
     ]
     readers = _Readers(nodes)
-    waits: dict[int, list[int]] = {}
     for i, earlier in (*_effects(nodes), *_old_readers(nodes, readers, after)):
         before[i].append(index[earlier])
         nodes[i].effects.append(earlier)
-        waits.setdefault(i, []).append(index[earlier])
-    for i, c in _lazily(nodes, index, readers, after, waits):
-        before[i].append(c)
+    for i, p in _not_too_early(nodes, index, readers, after, before):
+        before[i].append(p)
     units = _units(nodes, readers)
     rank = _ranks(nodes, forward, sizes, readers, after)
     early = outside.union(after) if early_updates else outside
@@ -279,40 +277,51 @@ def _old_readers(
                     ]
 
 
-def _lazily(
+def _not_too_early(
     nodes: Sequence[Node],
     index: Mapping[Node, int],
     readers: _Readers,
     after: Collection[Node],
-    waits: Mapping[int, Sequence[int]],
+    before: Sequence[Sequence[int]],
 ) -> list[tuple[int, int]]:
-    """Where an update in `after` waits for others, what only computes its value waits for them,
-    too: (index of such an operation, index of what it comes after).
+    """What comes `after` the gradients and is computed from variables alone waits for all that its
+    only reader waits for: (index of such an operation, index of what it comes after).
 
-    Computed before the update is possible, the value would only take up memory. `waits`: index of
-    an operation -> indices of those whose effects it comes after.
+    It could be computed at any time, and would take up memory until it is read: the momentum times
+    its decay, a variable less its weight decay. `before`: index of an operation -> indices of what
+    it comes after.
 
-    This closes no cycle. From what only computes a value every path leads through its update,
-    which comes after the same operations anyway; and none of these is such an operation itself.
+    This closes no cycle. From such an operation all paths lead through its reader, which is none
+    of them, and what it is made to wait for comes before the reader anyway.
     """
-    chains: dict[int, set[int]] = {}
-    for i in waits:
-        if nodes[i] not in after or not tf_ops.is_update(nodes[i].op):
+    movable: set[int] = set()
+    for i, node in enumerate(nodes):
+        if node in after and not node.op._is_stateful and not node.control_inputs:
+            makers = [(p, index.get(p)) for p in node.makers]
+            if all(k in movable or _is_always_there(p) for p, k in makers):
+                movable.add(i)
+    found: list[tuple[int, int]] = []
+    for i, node in enumerate(nodes):
+        if node not in after or i in movable:
             continue
         only = {i}
-        stack = [index[p] for p in nodes[i].makers if p in index]
+        stack = [index[p] for p in node.makers if p in index]
         while stack:
             c = stack.pop()
-            node = nodes[c]
-            if c in only or node not in after or node.op._is_stateful or c in waits:
+            if c in only or c not in movable:
                 continue
-            users = {*readers.waiting_for(node), *(r for t in node.outputs for r in readers.of(t))}
-            if users <= only:
+            users = {r for t in nodes[c].outputs for r in readers.of(t)}
+            if users <= only and not readers.waiting_for(nodes[c]):
                 only.add(c)
-                stack += [index[p] for p in node.makers if p in index]
-        chains[i] = only - {i}
-    lazy = set().union(*chains.values())
-    return [(c, o) for i, chain in chains.items() for c in chain for o in waits[i] if o not in lazy]
+                stack += [index[p] for p in nodes[c].makers if p in index]
+        only.remove(i)
+        found += [(c, p) for c in sorted(only) for p in before[i] if p not in only]
+    return found
+
+
+def _is_always_there(node: Node) -> bool:
+    """Whether it is a constant, a variable or a read of one."""
+    return all(t.dtype == tf.resource for t in node.inputs)
 
 
 def _units(nodes: Sequence[Node], readers: _Readers) -> list[tuple[int, ...]]:

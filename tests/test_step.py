@@ -563,6 +563,38 @@ def test_early_updates_need_less_memory_and_change_nothing() -> None:
     assert found["early"].plans[0].live_peak < found["last"].plans[0].live_peak - 8 * BYTES
 
 
+KERAS_OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "adam": lambda: keras.optimizers.Adam(1e-3),
+    "clipped": lambda: keras.optimizers.Adam(1e-3, clipnorm=1.0),
+    "decayed": lambda: keras.optimizers.AdamW(1e-3),
+    "momentum": lambda: keras.optimizers.SGD(1e-2, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("name", KERAS_OPTIMIZERS)
+def test_optimizers_of_keras_update_early(name: str) -> None:
+    """Neither do gradients wait for each other, nor is anything computed before they are there."""
+
+    def make() -> tuple[Body, Sequence[Any]]:
+        ws = matrices(12)
+        optimizer = KERAS_OPTIMIZERS[name]()
+        optimizer.build(ws)
+
+        def step(x: tf.Tensor) -> list[tf.Tensor]:
+            loss = loss_of(x[:8], ws)
+            optimizer.apply_gradients(zip(tf.gradients(loss, ws), ws, strict=True))
+            return [loss]
+
+        return step, [ws, optimizer]
+
+    found = {u: train(whole(make), {"strategy": "store_all"}, u) for u in ("early", "last")}
+    assert_same(found["early"].outputs, found["last"].outputs)
+    assert_same(found["early"].variables, found["last"].variables)
+    early, last = (found[u].plans[0].live_peak for u in ("early", "last"))
+    assert early < last - 8 * BYTES
+    assert found["early"].peak < found["last"].peak - 6 * BYTES
+
+
 # --- Several whole steps, and what is around them -------------------------------------------------
 
 Placed = Callable[[Around], tuple[Body, Sequence[Any]]]
