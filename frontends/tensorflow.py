@@ -121,21 +121,53 @@ def capture(
     if sized is not None:
         history = [sized.carried(past) for past in getattr(tf_graph, HISTORY, ())]
         setattr(sized.graph, HISTORY, history)
-        found = capture(
+        found, _ = _capture(
             sized.graph,
             sized.carried(ys),
             sized.carried(gradients),
-            keep=sized.carried(keep),
-            ends=None if ends is None else sized.carried(tuple(ends)),
-            early_updates=early_updates,
-            plain_updates_last=plain_updates_last,
-            count_from=count_from,
-            chain_from=chain_from,
-            live=None if live is None else sized.carried(tuple(live)),
-            name=name,
-            device=device,
+            sized.carried(keep),
+            None if ends is None else sized.carried(tuple(ends)),
+            early_updates,
+            plain_updates_last,
+            count_from,
+            chain_from,
+            None if live is None else sized.carried(tuple(live)),
+            name,
+            device,
         )
-        return sized.on_live(found, tf_graph)
+        return with_orders(sized.on_live(found, tf_graph), ys, gradients, copies=sized.copies)
+    found, nodes = _capture(
+        tf_graph,
+        ys,
+        gradients,
+        keep,
+        ends,
+        early_updates,
+        plain_updates_last,
+        count_from,
+        chain_from,
+        live,
+        name,
+        device,
+    )
+    return with_orders(found, ys, gradients, nodes)
+
+
+def _capture(
+    tf_graph: tf.Graph,
+    ys: Sequence[tf.Tensor],
+    gradients: Sequence[tf.Tensor],
+    keep: Sequence[tf.Tensor],
+    ends: Iterable[tf.Operation] | None,
+    early_updates: bool,
+    plain_updates_last: bool,
+    count_from: int | None,
+    chain_from: int | None,
+    live: Iterable[tf.Operation] | None,
+    name: str,
+    device: str | None,
+) -> tuple[Capture, Nodes]:
+    """As `capture`, at the static sizes, but for the sums; and what was read of the graph."""
     devices = Devices(tf_graph)
     nodes = Nodes()
     pasts = [past for past in getattr(tf_graph, HISTORY, ()) if past.chain]
@@ -195,7 +227,7 @@ def capture(
         built = replace(
             built, plain_order=tuple(sorted(units, key=lambda u: place[built.units[u][0]]))
         )
-    return with_orders(built, ys, gradients, Nodes() if given else nodes)
+    return built, Nodes() if given else nodes
 
 
 def _done_before(whole: Iterable[Past]) -> set[tf.Operation]:

@@ -20,8 +20,16 @@ def is_view_by_chance(op: tf.Operation, sized: tf.Operation) -> bool:
         return False
     if all(t.shape.is_fully_defined() for t in (op.inputs[0], *op.outputs)):
         return False
+    return not is_always_view(op)
+
+
+def is_always_view(op: tf.Operation) -> bool:
+    """Whether an operation with unknown sizes shares its input's memory at all of them.
+
+    For operations that depend on sizes; as far as the static shapes tell.
+    """
     rule = _RULES.get(op.type)
-    return rule is None or not rule(op)
+    return rule is not None and rule(op)
 
 
 def _is_one(shape: tf.TensorShape, axis: int) -> bool:
@@ -31,7 +39,29 @@ def _is_one(shape: tf.TensorShape, axis: int) -> bool:
 
 def _reduces_nothing(op: tf.Operation) -> bool:
     axes = tf_ops.constant(op.inputs[1])
-    return axes is not None and all(_is_one(op.inputs[0].shape, a) for a in axes)
+    if axes is None:
+        return _undoes_no_broadcast(op)
+    return all(_is_one(op.inputs[0].shape, a) for a in axes)
+
+
+def _undoes_no_broadcast(op: tf.Operation) -> bool:
+    """Whether the axes are those along which a tensor was broadcast with one of the same shape."""
+    axes = op.inputs[1].op
+    if axes.type != "BroadcastGradientArgs":
+        return False
+    shapes = [t.op for t in axes.inputs]
+    if any(s.type != "Shape" for s in shapes):
+        return False
+    mine, other = (_as_large(s.inputs[0]) for s in shapes)
+    return mine is other
+
+
+def _as_large(tensor: tf.Tensor) -> tf.Tensor:
+    """The first tensor of this shape in a chain of operations on single elements."""
+    kept = tf_ops.SAME_SIZE - {"Reshape", "ExpandDims", "Squeeze", "Bitcast"}
+    while tensor.op.type in kept:
+        tensor = tensor.op.inputs[0]
+    return tensor
 
 
 def _all_are(value: int) -> Callable[[tf.Operation], bool]:

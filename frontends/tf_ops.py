@@ -115,13 +115,14 @@ memory at these sizes, but not at all others."""
 
 def views(op: tf.Operation) -> list[tuple[int, int]]:
     """(input, output) index pairs where the output shares the input's memory; empty: none."""
-    found = _views(op)
+    found = views_at_these_sizes(op)
     if found and depends_on_sizes(op.type) and op in getattr(op.graph, NO_VIEWS, ()):
         return []
     return found
 
 
-def _views(op: tf.Operation) -> list[tuple[int, int]]:
+def views_at_these_sizes(op: tf.Operation) -> list[tuple[int, int]]:
+    """As `views`, whether it is so at other sizes than those filled in or not."""
     kind = op.type
     if kind in SIMPLE_VIEWS:
         return [(0, 0)]
@@ -141,6 +142,12 @@ def _views(op: tf.Operation) -> list[tuple[int, int]]:
 def depends_on_sizes(kind: str) -> bool:
     """Whether operations of this type share their input's memory at some sizes only."""
     return kind in _VIEWS_IF_SAME_COUNT or kind in _SPECIAL_VIEWS
+
+
+def possible_views(op: tf.Operation) -> list[tuple[int, int]]:
+    """As `views`, for an operation whose type depends on sizes, if these allow it."""
+    source = {"Split": 1}.get(op.type, 0)
+    return [(source, o) for o in range(len(op.outputs))]
 
 
 def may_view(kind: str) -> bool:
@@ -429,6 +436,9 @@ _SPECIAL_VIEWS: dict[str, Callable[[tf.Operation], list[tuple[int, int]]]] = {
     "Unpack": _unpack_views,
     "Transpose": _transpose_views,
 }
+
+PARTS = words("Slice StridedSlice Split SplitV Unpack")
+"""Operations whose output may be in a part of their input's memory."""
 
 _MAY_VIEW = (
     SIMPLE_VIEWS | _VIEWS_IF_SAME_COUNT | words("IdentityN Cast AddN Pack") | set(_SPECIAL_VIEWS)

@@ -9,7 +9,7 @@ commutes.) Which inputs die at a sum is what a rewrite changes: who reads what, 
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 
@@ -18,6 +18,7 @@ import tensorflow as tf
 from optckpt.frontends import tf_ops
 from optckpt.frontends.tf_capture import Capture, Orders
 from optckpt.frontends.tf_nodes import Nodes
+from optckpt.frontends.tf_sharing import AtSizes, Sharing
 from optckpt.frontends.tf_traced import Reading, changes
 from optckpt.frontends.tf_twins import Twins
 
@@ -52,6 +53,7 @@ def orders(
     gradients: Iterable[tf.Tensor],
     outputs: Iterable[tf.Tensor],
     nodes: Nodes | None = None,
+    copies: Mapping[tf.Operation, tf.Operation] | None = None,
 ) -> Orders:
     """The order in which each sum among `members` adds in the graph as it was traced.
 
@@ -62,6 +64,8 @@ def orders(
         members: the operations of the step, in an order in which they may run.
         outputs: tensors that are in memory at the end.
         nodes: what has been read of the operations already.
+        copies: of a graph that was traced with unknown sizes: the operations in a copy of it that
+            has the sizes for which the order is asked.
     """
     found = [op for op in members if is_sum(op)]
     if not found:
@@ -69,36 +73,42 @@ def orders(
     known = changes(tf_graph)
     rewritten = bool(known.added or known.inputs or known.controls)
     natural: Orders = {}
+    sharing = AtSizes(copies)
     if not rewritten:
         held = {id(t) for t in outputs}
-        natural = {op: tuple(range(len(op.inputs))) for op in found if takes_first(op, held)}
+        natural = {
+            op: tuple(range(len(op.inputs))) for op in found if takes_first(op, held, sharing)
+        }
         found = [op for op in found if op not in natural]
         if not found:
             return natural
-    traced = {op: known.added.get(op) or op for op in found}
+    origins = {op: known.added.get(op) or op for op in found}
     reading = Reading(tf_graph, traced=True, nodes=nodes)
     sums = Sums(
-        dict.fromkeys(traced.values()),
-        reading.closure((*traced.values(), *members)) if rewritten else members,
+        dict.fromkeys(origins.values()),
+        reading.closure((*origins.values(), *members)) if rewritten else members,
         reading,
         outputs,
         unused_from=_first_backward(reading, ys, gradients),
+        sharing=sharing,
     )
     result: Orders = {}
-    for op, origin in traced.items():
+    for op, origin in origins.items():
+        first, matched = sums.merged_with(origin)
         order = list(range(len(op.inputs)))
-        fates = sums.fates[origin]
+        fates = sums.fates[first]
         taken = next((i for i, f in enumerate(fates) if f in (Fate.DIES, Fate.MAY_DIE)), 0)
         if taken > 1:
             order[0], order[taken] = taken, 0
         if len({max(i, 1) for i in may_take(fates)}) > 1:
             log.debug("the order in which %r adds depends on timing", origin.name)
+        order = [matched[i] for i in order]
         now = known.orders.get(op, tuple(range(len(order))))
         result[op] = tuple(now.index(i) for i in order)
     return natural | result
 
 
-def takes_first(op: tf.Operation, held: Container[int]) -> bool:
+def takes_first(op: tf.Operation, held: Container[int], sharing: Sharing) -> bool:
     """Whether it is plain that a sum takes over the memory of its first input.
 
     That is so if nobody else reads it and TensorFlow neither merges its maker with another
@@ -111,7 +121,7 @@ def takes_first(op: tf.Operation, held: Container[int]) -> bool:
         id(first) not in held
         and first.consumers() == [op]
         and sum(t is first for t in op.inputs) == 1
-        and not _aliases(maker)
+        and not sharing.pairs(maker)
         and _is_unique(maker)
     )
 
@@ -126,10 +136,17 @@ def _is_unique(op: tf.Operation, depth: int = 4) -> bool:
 
 
 def with_orders(
-    found: Capture, ys: Iterable[tf.Tensor], gradients: Iterable[tf.Tensor], nodes: Nodes
+    found: Capture,
+    ys: Iterable[tf.Tensor],
+    gradients: Iterable[tf.Tensor],
+    nodes: Nodes | None = None,
+    copies: Mapping[tf.Operation, tf.Operation] | None = None,
 ) -> Capture:
-    """`found` with the orders of its sums, which take over the memory that these allow."""
-    sums = orders(found.tf_graph, found.members, ys, gradients, found.outputs, nodes)
+    """`found` with the orders of its sums, which take over the memory that these allow.
+
+    Arguments as those of `orders`.
+    """
+    sums = orders(found.tf_graph, found.members, ys, gradients, found.outputs, nodes, copies)
     if not sums:
         return found
     operations = list(found.graph.operations)
@@ -140,7 +157,8 @@ def with_orders(
             inplace = tuple(b for b in operations[u].inplace if b in buffers)
             operations[u] = replace(operations[u], inplace=inplace)
     graph = replace(found.graph, operations=tuple(operations))
-    return replace(found, graph=graph, sums=sums)
+    sized = found.sized and replace(found.sized, graph=graph)
+    return replace(found, graph=graph, sums=sums, sized=sized)
 
 
 def may_take(fates: Sequence[Fate]) -> set[int]:
@@ -152,6 +170,14 @@ def may_take(fates: Sequence[Fate]) -> set[int]:
         if fate is Fate.DIES:
             return found
     return found | {0}
+
+
+def at_any_size(least: Fate, most: Fate) -> Fate:
+    """What may become of an input of which this becomes when as little or as much memory is shared
+    as the sizes allow."""
+    if least is most:
+        return least
+    return Fate.MAY_LIVE if most is Fate.LIVES else Fate.MAY_DIE
 
 
 def inplace_inputs(op: tf.Operation, order: tuple[int, ...]) -> tuple[int, ...]:
@@ -176,6 +202,7 @@ class Sums:
         nodes: the operations that run, in an order in which they may.
         held: tensors that are in memory at the end.
         unused_from: readers beside `nodes` do not run if they were made with or after this number.
+        sharing: which tensors are in the same memory.
     """
 
     def __init__(
@@ -186,8 +213,10 @@ class Sums:
         held: Iterable[tf.Tensor],
         *,
         unused_from: int,
+        sharing: Sharing,
     ) -> None:
         self._reading = reading
+        self._sharing = sharing
         self._held = {id(t) for t in held}
         self._nodes = set(nodes)
         self._unused_from = unused_from
@@ -212,7 +241,8 @@ class Sums:
         for op, found in holders.items():
             makers = (t.op for t in reading.inputs(op))
             for other in (op, *makers, *(h for others in found for h in others or ())):
-                self._bit.setdefault(other, 1 << len(self._bit))
+                for same in (other, *self._twins.of(other)):
+                    self._bit.setdefault(same, 1 << len(self._bit))
         self._above: dict[tf.Operation, int] = {}
         self._level: dict[tf.Operation, int] = {}
         for op in nodes:
@@ -226,6 +256,14 @@ class Sums:
         self.fates = {op: [self._fate(op, others) for others in holders[op]] for op in holders}
         """Of each input of each sum."""
 
+    def merged_with(self, op: tf.Operation) -> tuple[tf.Operation, list[int]]:
+        """The first of the sums that TensorFlow merges with one, and for each input of that sum the
+        index of the one's own."""
+        first = min((op, *self._twins.of(op)), key=lambda other: other._id)
+        if first not in self.fates:
+            return op, list(range(len(op.inputs)))
+        return first, self._twins.matched(first, op)
+
     def late_makers(self, op: tf.Operation) -> list[tf.Operation]:
         """The makers of inputs of a sum that may run after all its control inputs have."""
         done = 0
@@ -237,11 +275,16 @@ class Sums:
     def _fate(self, op: tf.Operation, holders: list[tf.Operation] | None) -> Fate:
         if holders is None or holders.count(op) > 1:
             return Fate.LIVES
+        sums = (op, *self._twins.of(op))
         sure = likely = True
         for h in holders:
-            if h is op or self._above[op] & self._bit[h]:
+            if h in sums:
                 continue
-            if self._above.get(h, 0) & self._bit[op]:
+            # What is merged runs when all that any of them waits for has run.
+            merged = (h, *self._twins.of(h))
+            if any(self._above[s] & self._bit[m] for s in sums for m in merged):
+                continue
+            if any(self._above.get(m, 0) & self._bit[s] for s in sums for m in merged):
                 return Fate.LIVES
             sure = False
             # What gets ready at the same time runs at the same time.
@@ -252,19 +295,22 @@ class Sums:
         """The operations that read `tensor` or another one in the same memory, each as often as
         it does; None if no kernel ever gets that memory."""
         root = self._root(tensor)
-        if tensor.shape.num_elements() != root.shape.num_elements():
+        if root is None:
             return None
         if id(root) not in self._found:
             self._found[id(root)] = self._search(root)
         return self._found[id(root)]
 
-    def _root(self, tensor: tf.Tensor) -> tf.Tensor:
+    def _root(self, tensor: tf.Tensor) -> tf.Tensor | None:
+        """The tensor that was made in this memory; None if `tensor` is only a part of it."""
         seen: set[int] = set()
         while id(tensor) not in seen:
             seen.add(id(tensor))
             op = tensor.op
-            for i, o in _aliases(op):
+            for i, o in self._sharing.pairs(op):
                 if op.outputs[o] is tensor:
+                    if not self._sharing.is_all(op, i, o):
+                        return None
                     tensor = self._reading.inputs(op)[i]
                     break
         return tensor
@@ -282,7 +328,7 @@ class Sums:
             for op in dict.fromkeys((*self._readers.get(id(t), ()), *self._beside(t))):
                 if op.type.startswith(_KEEPERS):
                     return None
-                aliases = _aliases(op)
+                aliases = self._sharing.pairs(op)
                 for i, x in enumerate(self._reading.inputs(op)):
                     if x is t:
                         found.append(op)
@@ -306,15 +352,3 @@ class Sums:
 
 _KEEPERS = ("Assign", "TensorList", "TensorArray", "Stack")
 """What keeps the memory of a tensor that it is given: variables and lists."""
-
-
-def _aliases(op: tf.Operation) -> list[tuple[int, int]]:
-    """(input, output) index pairs where the output may be in the input's memory."""
-    if not tf_ops.is_control_flow_v1(op):
-        return tf_ops.views(op)
-    return [
-        (i, o)
-        for i, t in enumerate(op.inputs)
-        for o, out in enumerate(op.outputs)
-        if t.dtype == out.dtype
-    ]

@@ -1,15 +1,17 @@
 """Operations that TensorFlow computes once because they are the same.
 
 Before it runs a graph, TensorFlow merges operations of one type with the same attributes, inputs
-and control inputs, unless they are stateful (common subexpression elimination). The readers of all
-of them then read one tensor.
+and control inputs, unless they are stateful (common subexpression elimination). Of commutative
+operations the inputs may be in any order. The readers of all of them then read one tensor.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import tensorflow as tf
+from tensorflow.python.framework import op_def_registry
 
 from optckpt.frontends.tf_traced import Reading
 
@@ -29,6 +31,7 @@ class Twins:
         self._leader: dict[tf.Operation, tf.Operation] = {}
         """The first of the operations that look the same: but for attributes."""
         self._alike: dict[tf.Operation, list[tf.Operation]] = {}
+        self._of: dict[tf.Operation, list[tf.Operation]] = {}
         first: dict[_Key, tf.Operation] = {}
         for op in nodes:
             leader = first.setdefault(self._key(op), op)
@@ -37,15 +40,21 @@ class Twins:
 
     def of(self, op: tf.Operation) -> list[tf.Operation]:
         """The other operations that are merged with `op`."""
-        alike = self._alike.get(self._leader.get(op, op), ())
-        return [other for other in alike if other is not op and self._are_same(op, other)]
+        found = self._of.get(op)
+        if found is None:
+            alike = self._alike.get(self._leader.get(op, op), ())
+            found = [other for other in alike if other is not op and self._are_same(op, other)]
+            self._of[op] = found
+        return found
 
     def _key(self, op: tf.Operation) -> _Key:
         if op._is_stateful:
             return (op,)
         inputs = self._reading.inputs(op)
         # A loop's back edge comes from an operation that has no leader yet.
-        made = ((self._leader.get(t.op, t.op), t.value_index) for t in inputs)
+        made = [(self._leader.get(t.op, t.op), t.value_index) for t in inputs]
+        if len(made) > 1 and _is_commutative(op.type):
+            made.sort(key=lambda pair: (pair[0]._id, pair[1]))
         dtype = None if inputs else [t.dtype for t in op.outputs][:1]
         return (op.type, str(dtype), frozenset(self._reading.controls(op)), *made)
 
@@ -57,9 +66,45 @@ class Twins:
             x, y = stack.pop()
             if x.device != y.device or x.node_def.attr != y.node_def.attr:
                 return False
-            for t, u in zip(self._reading.inputs(x), self._reading.inputs(y), strict=True):
-                pair = t.op, u.op
-                if t.op is not u.op and pair not in seen:
+            left, right = self._reading.inputs(x), self._reading.inputs(y)
+            for t, j in zip(left, self.matched(x, y), strict=True):
+                pair = t.op, right[j].op
+                if pair[0] is not pair[1] and pair not in seen:
                     seen.add(pair)
                     stack.append(pair)
         return True
+
+    def matched(self, x: tf.Operation, y: tf.Operation) -> list[int]:
+        """For each input of `x` the index of that input of `y`, which looks the same, with which
+        it is merged if the two operations are."""
+        left, right = self._reading.inputs(x), self._reading.inputs(y)
+        if len(left) < 2 or not _is_commutative(x.type):
+            return list(range(len(left)))
+        others = list(range(len(right)))
+        found: dict[int, int] = {}
+        for i, t in enumerate(left):
+            j = next((j for j in others if right[j] is t), None)
+            if j is not None:
+                found[i] = j
+                others.remove(j)
+        mine = sorted(
+            (i for i in range(len(left)) if i not in found), key=lambda i: self._rank(left[i])
+        )
+        others.sort(key=lambda j: self._rank(right[j]))
+        found.update(zip(mine, others, strict=True))
+        return [found[i] for i in range(len(left))]
+
+    def _rank(self, tensor: tf.Tensor) -> tuple[int, int, bytes]:
+        """The same for tensors that are the same, and for few others."""
+        op = tensor.op
+        leader = self._leader.get(op, op)
+        several = len(self._alike.get(leader, ())) > 1
+        attributes = sorted(op.node_def.attr.items()) if several else ()
+        text = b"".join(k.encode() + v.SerializeToString() for k, v in attributes)
+        return leader._id, tensor.value_index, text
+
+
+@functools.cache
+def _is_commutative(kind: str) -> bool:
+    definition = op_def_registry.get(kind)
+    return definition is not None and bool(definition.is_commutative)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from tf_support import (
 from optckpt.backends.tensorflow import rewrite
 from optckpt.frontends import tf_sums
 from optckpt.frontends.tensorflow import capture
+from optckpt.frontends.tf_sharing import AtSizes
 from optckpt.frontends.tf_sums import orders
 from optckpt.frontends.tf_traced import as_traced
 from optckpt.graph import TrainingGraph
@@ -285,17 +286,20 @@ def test_a_long_chain_of_operations_without_variables_is_no_deep_recursion() -> 
 
 
 def test_a_sum_of_losses_of_variables_needs_no_walk_unless_a_twin_might_be_merged() -> None:
+    def takes_first(op: tf.Operation, held: Container[int]) -> bool:
+        return tf_sums.takes_first(op, held, AtSizes())
+
     with tf.Graph().as_default():
         variables = [tf.Variable(tf.ones([3])) for _ in range(3)]
         total = tf.add_n([tf.nn.l2_loss(v) for v in variables])
-        assert tf_sums.takes_first(total.op, ())
-        assert not tf_sums.takes_first(total.op, {id(total.op.inputs[0])})
+        assert takes_first(total.op, ())
+        assert not takes_first(total.op, {id(total.op.inputs[0])})
         read = variables[0].read_value()
         losses = [tf.nn.l2_loss(read), tf.nn.l2_loss(read), tf.nn.l2_loss(variables[1])]
-        assert not tf_sums.takes_first(tf.add_n(losses).op, ())
+        assert not takes_first(tf.add_n(losses).op, ())
         shared = tf.nn.l2_loss(variables[2].read_value())
         again = tf.add_n([shared, losses[2], losses[1]])
-        assert tf_sums.takes_first(again.op, ())
+        assert takes_first(again.op, ())
         tf.sqrt(shared)
-        assert not tf_sums.takes_first(again.op, ())
-        assert not tf_sums.takes_first(tf.add_n([tf.constant(1.0), *losses[:2]]).op, ())
+        assert not takes_first(again.op, ())
+        assert not takes_first(tf.add_n([tf.constant(1.0), *losses[:2]]).op, ())

@@ -14,7 +14,8 @@ from tensorflow.python.framework import ops
 
 from optckpt.frontends import tf_ops
 from optckpt.frontends.tf_capture import Capture
-from optckpt.frontends.tf_sums import Sums, may_take, takes_first
+from optckpt.frontends.tf_sharing import AtEverySize, AtSomeSize, tells
+from optckpt.frontends.tf_sums import Sums, at_any_size, may_take, takes_first
 from optckpt.frontends.tf_traced import Changes, Reading, changes, next_mark
 
 _GRADIENT = "OptckptCopy"
@@ -42,30 +43,32 @@ def keep_orders(
     for op, order in orders.items():
         _permute(known, op, order)
     held = {id(t) for t in capture.outputs}
-    unsure = [op for op in orders if op in known.copies or not takes_first(op, held)]
+    most = AtSomeSize()
+    unsure = [op for op in orders if op in known.copies or not takes_first(op, held, most)]
     if not unsure:
         return []
     reading = Reading(capture.tf_graph)
     needed = set(reading.closure([t.op for t in capture.outputs]))
-    sums = Sums(
-        unsure,
-        reading.closure((*capture.members, *(clone for clone, _ in clones))),
-        reading,
-        capture.outputs,
-        unused_from=min(
-            (
-                op._id
-                for unit, operation in zip(capture.units, capture.graph.operations, strict=True)
-                if not operation.forward
-                for op in unit
-                if op in needed
-            ),
-            default=0,
-        ),
+    nodes = reading.closure((*capture.members, *(clone for clone, _ in clones)))
+    backward = (
+        op._id
+        for unit, operation in zip(capture.units, capture.graph.operations, strict=True)
+        if not operation.forward
+        for op in unit
+        if op in needed
     )
+    unused_from = min(backward, default=0)
+    sums = Sums(unsure, nodes, reading, capture.outputs, unused_from=unused_from, sharing=most)
+    fates = sums.fates
+    if not all(map(tells, nodes)):
+        least = AtEverySize()
+        other = Sums(
+            unsure, nodes, reading, capture.outputs, unused_from=unused_from, sharing=least
+        )
+        fates = {op: list(map(at_any_size, other.fates[op], found)) for op, found in fates.items()}
     copies = []
-    for op, fates in sums.fates.items():
-        if max(may_take(fates)) > 1:
+    for op, found in fates.items():
+        if max(may_take(found)) > 1:
             copies.append(_copy_first(known, op, sums.late_makers(op), scope))
     return copies
 
