@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any, Literal, Protocol, get_args
 
-from optckpt.errors import OptckptError
+from optckpt.errors import OptckptError, ScheduleError
 from optckpt.graph import TrainingGraph
 from optckpt.registry import Registry
 from optckpt.schedule import Certificate, Schedule, Solution
@@ -61,7 +61,8 @@ class SolveOptions:
     """Whether the base order of the operations must be kept ("fixed") or may be changed where
     dependencies allow ("free"); for `optimal`."""
     start: Schedule | None = None
-    """A schedule that is known already; `optimal` begins from it."""
+    """A schedule that is known already; `optimal` begins from it. One that cannot be executed on
+    the graph, or is in another order than a fixed one, is passed over."""
 
     def __post_init__(self) -> None:
         for name, (kind, fits, what) in _NUMBERS.items():
@@ -182,7 +183,8 @@ def _within_repeat_limits(
     The bound is that of the graph without limits, of which each schedule of `graph` is one.
     """
     begin = time.perf_counter()
-    allowed, first, start = graph.without_repeat_limits, None, options.start
+    allowed, first = graph.without_repeat_limits, None
+    start = _usable(options.start, allowed, options.order)
     spent = 0.0
     while True:
         try:
@@ -201,6 +203,20 @@ def _within_repeat_limits(
         allowed, start = replace(allowed, operations=tuple(operations)), None
         left = options.time_limit - (time.perf_counter() - begin)
         options = replace(options, time_limit=max(left, 0.2 * options.time_limit))
+
+
+def _usable(start: Schedule | None, graph: TrainingGraph, order: Order) -> Schedule | None:
+    """`start` if it is a schedule that a strategy may return for `graph`, else None.
+
+    What is known of a similar step, or of a graph in which more may be repeated, need not be.
+    """
+    if start is None or (order == "fixed" and not start.in_base_order):
+        return None
+    try:
+        simulate(graph, start)
+    except ScheduleError:
+        return None
+    return start
 
 
 def _repeated_late(graph: TrainingGraph, schedule: Schedule) -> set[int]:

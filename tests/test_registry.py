@@ -258,3 +258,57 @@ def test_no_answer_without_late_repeats_is_no_proof():
     assert answer.schedule is None
     assert answer.certificate.status == "stopped"
     assert answer.certificate.bound == 1 / 8
+
+
+@pytest.mark.parametrize("order", ["fixed", "free"])
+def test_a_start_that_is_no_schedule_of_the_graph_is_passed_over(order):
+    """As those are that were found for a graph in which more may be repeated."""
+    graph = synthetic.chain(8)
+    n = len(graph.operations)
+    backward = next(o for o, op in enumerate(graph.operations) if not op.forward)
+    last = n - 1
+    starts = {
+        "repeats what must not be": (*range(last), backward, last),
+        "lacks an operation": tuple(range(last)),
+        "reads what is not there": tuple(reversed(range(n))),
+        "has operations that the graph has not": (*range(n), n),
+    }
+    operations = list(graph.operations)
+    operations[backward] = replace(operations[backward], repeatable=False)
+    graph = replace(graph, operations=tuple(operations))
+    budget = int(0.7 * simulate(graph, Schedule.base(graph)).peak)
+    options = SolveOptions(time_limit=5.0, order=order)
+    alone = solve(graph, budget, "optimal", options)
+    assert alone.schedule is not None
+    for what, executions in starts.items():
+        with pytest.raises(ScheduleError):
+            simulate(graph, Schedule(executions))
+        found = solve(graph, budget, "optimal", replace(options, start=Schedule(executions)))
+        assert found.certificate.cost == pytest.approx(alone.certificate.cost, abs=1e-3), what
+
+
+def test_a_start_in_another_order_is_passed_over_where_the_order_is_fixed():
+    graph = synthetic.random_layered(24, seed=3)
+    order = other_order(graph)
+    seen = []
+
+    def see(graph, budget, options):
+        seen.append(options.start)
+        return Solution(Schedule.base(graph), Certificate("see", "feasible", 0.0, 0.0, 0.0))
+
+    for kind in ("fixed", "free"):
+        solve(graph, None, see, SolveOptions(start=order, order=kind))
+    assert seen == [None, order]
+
+
+def other_order(graph: TrainingGraph) -> Schedule:
+    """The base order with two neighbours exchanged that do not need one another."""
+    base = list(range(len(graph.operations)))
+    for k in base[:-1]:
+        swapped = Schedule((*base[:k], k + 1, k, *base[k + 2 :]))
+        try:
+            simulate(graph, swapped)
+        except ScheduleError:
+            continue
+        return swapped
+    raise AssertionError("every operation needs the one before")
