@@ -48,8 +48,8 @@ def make_plan(
 
     With an `allocator`, peaks are what it will report, which is more than the live bytes; the
     solver's target is lowered until its schedule fits as reported. `margin` is a fraction of the
-    budget held back besides. Both are given up where the plain step fits the budget, or where no
-    schedule is found within what is left.
+    budget held back besides. Both are given up where no schedule is found within what is left, and
+    where the budget is exactly the plain peak: that asks for the plain step.
 
     `plain_graph` is the step before any rewriting, if that is another graph (with the same
     operations): the plain peak is its peak.
@@ -77,7 +77,8 @@ def make_plan(
     limit = None if budget is None else Budget.parse(budget).resolve(peak)
     options = options or SolveOptions()
     started = time.perf_counter()
-    search = _Search(limit, strategy, options, margin, allocator, plain, reorder)
+    allowed = None if limit is None else limit if limit == peak else limit - int(margin * limit)
+    search = _Search(limit, allowed, strategy, options, allocator, plain, reorder)
     found = _first_that_fits(search, _graphs(graph, repeat), max_overhead)
     cert = covering(found.solution.certificate, found.graph, graph)
     cert = replace(cert, seconds=time.perf_counter() - started)
@@ -190,9 +191,10 @@ class _Search:
     """What a graph is to be planned for; see `make_plan`."""
 
     limit: int | None
+    allowed: int | None
+    """The limit less the margin."""
     strategy: str | Strategy
     options: SolveOptions
-    margin: float
     allocator: Reporter | None
     plain: Judged
     reorder: bool
@@ -283,21 +285,23 @@ def _solve(graph: TrainingGraph, search: _Search) -> _Found:
     limit, strategy, options = search.limit, search.strategy, search.options
     fixed = options.order
     floor = proven_floor(graph, fixed)
-    if limit is None or search.plain.reported <= limit or limit < floor.bytes:
+    plain, allowed = search.plain.reported, search.allowed
+    if limit is None or allowed is None or plain <= allowed or limit < floor.bytes:
         return _Found(graph, limit, solve(graph, limit, strategy, options), fixed)
     reorder = search.reorder and strategy == "optimal" and fixed == "fixed"
     first = replace(options, time_limit=_FIXED_SHARE * options.time_limit) if reorder else options
-    best, spent = _adjusted(graph, limit, search, first, floor)
+    best, spent = _adjusted(graph, limit, allowed, search, first, floor)
     order: Order = fixed
     if reorder and (best is None or best.rank > (0, _CHEAP)) and not _is_best(best):
         left = min(options.time_limit - spent, (1 - _FIXED_SHARE) * options.time_limit)
         second = replace(options, order="free", time_limit=max(left, 0.1))
-        other, _ = _adjusted(graph, limit, search, second, proven_floor(graph, "free"))
+        floor = proven_floor(graph, "free")
+        other, _ = _adjusted(graph, limit, allowed, search, second, floor)
         if other is not None and (
             best is None or (other.excess, other.overhead + _WORTH_REORDERING) < best.rank
         ):
             best, order = other, "free"
-    if best is None:
+    if best is None or (best.excess > 0 and plain <= limit):
         return _Found(graph, limit, solve(graph, limit, strategy, options), fixed)
     # Perhaps above the budget as reported; the live bytes are not.
     cert = best.solution.certificate
@@ -332,6 +336,7 @@ def _solve_for_price(graph: TrainingGraph, max_overhead: float, search: _Search)
 def _adjusted(
     graph: TrainingGraph,
     limit: int,
+    allowed: int,
     search: _Search,
     options: SolveOptions,
     floor: Floor,
@@ -346,7 +351,6 @@ def _adjusted(
     longer = 2 if options.order == "free" else 1
     slow = search.allocator is not None and search.allocator.is_slow
     worth = _MUCH_SPARE if slow else _SPARE
-    allowed = limit - int(search.margin * limit)
     best: _Round | None = None
     target, tried = allowed, set[int]()
     # No schedule is known at `low`; there is one at `high`, if any round has found one.

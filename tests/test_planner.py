@@ -109,6 +109,19 @@ class TestMargin:
         assert plan.target == plan.budget
         assert plan.overhead == 0
 
+    @pytest.mark.parametrize("strategy", ["optimal", "chen_greedy"])
+    def test_it_is_held_back_where_the_plain_step_only_just_fits(self, strategy):
+        plan = make_plan(GRAPH, PLAIN.peak + 1, strategy, margin=0.1)
+        assert plan.predicted_peak <= plan.budget - int(0.1 * plan.budget)
+        assert plan.overhead > 0
+        roomy = make_plan(GRAPH, round(PLAIN.peak / 0.9) + 1, strategy, margin=0.1)
+        assert roomy.overhead == 0
+
+    def test_a_plain_step_that_only_just_fits_is_better_than_none(self):
+        plan = make_plan(GRAPH, PLAIN.peak + 1, "store_all", margin=0.1)
+        assert plan.overhead == 0
+        assert plan.predicted_peak == PLAIN.peak
+
     def test_given_up_below_the_floor(self):
         plan = make_plan(GRAPH, FLOOR.bytes, "sqrt_n", margin=0.1)
         assert plan.target == plan.budget
