@@ -27,6 +27,9 @@ class Sharing(Protocol):
     def is_all(self, op: tf.Operation, i: int, o: int) -> bool:
         """Whether output `o`, in the memory of input `i`, has as many elements as that."""
 
+    def count(self, tensor: tf.Tensor) -> int | None:
+        """Number of elements, or None if that is not known."""
+
 
 class AtSizes:
     """As it is at the static sizes, or at those of the copies of operations."""
@@ -41,6 +44,11 @@ class AtSizes:
     def is_all(self, op: tf.Operation, i: int, o: int) -> bool:
         """See `Sharing`."""
         return _is_all(self._copies.get(op, op), i, o) is not False
+
+    def count(self, tensor: tf.Tensor) -> int | None:
+        """See `Sharing`."""
+        op = tensor.op
+        return tf_ops.element_count(self._copies.get(op, op).outputs[tensor.value_index])
 
 
 class AtEverySize:
@@ -57,6 +65,10 @@ class AtEverySize:
         """See `Sharing`."""
         return _is_all(op, i, o) is not False
 
+    def count(self, tensor: tf.Tensor) -> int | None:
+        """See `Sharing`."""
+        return tf_ops.element_count(tensor)
+
 
 class AtSomeSize:
     """The most memory that is shared at any sizes."""
@@ -69,6 +81,10 @@ class AtSomeSize:
     def is_all(self, op: tf.Operation, i: int, o: int) -> bool:
         """See `Sharing`."""
         return _is_all(op, i, o) is True
+
+    def count(self, tensor: tf.Tensor) -> int | None:
+        """See `Sharing`."""
+        return tf_ops.element_count(tensor)
 
 
 def tells(op: tf.Operation) -> bool:

@@ -9,6 +9,7 @@ commutes.) Which inputs die at a sum is what a rewrite changes: who reads what, 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
@@ -235,6 +236,7 @@ class Sums:
             if constant:
                 self._constants.add(op)
         self._twins = Twins(nodes, reading)
+        self._times: dict[tf.Operation, float] = {}
         self._found: dict[int, list[tf.Operation] | None] = {}
         holders = {op: [self._holders(t) for t in reading.inputs(op)] for op in sums}
         self._bit: dict[tf.Operation, int] = {}
@@ -244,17 +246,37 @@ class Sums:
                 for same in (other, *self._twins.of(other)):
                     self._bit.setdefault(same, 1 << len(self._bit))
         self._above: dict[tf.Operation, int] = {}
-        self._level: dict[tf.Operation, int] = {}
+        self._start: dict[tf.Operation, float] = {}
+        """When an operation would run if each ran as soon as it can, in elements touched."""
         for op in nodes:
             bits = self._bit.get(op, 0)
-            level = 0
+            start = 0.0
             for p in reading.before(op):
                 bits |= self._above[p]
-                level = max(level, self._level[p] + 1)
+                start = max(start, self._start[p] + self._time(p))
             self._above[op] = bits
-            self._level[op] = level
+            self._start[op] = start
         self.fates = {op: [self._fate(op, others) for others in holders[op]] for op in holders}
         """Of each input of each sum."""
+
+    def _time(self, op: tf.Operation) -> float:
+        found = self._times.get(op)
+        if found is None:
+            found = self._times[op] = self._estimate(op)
+        return found
+
+    def _estimate(self, op: tf.Operation) -> float:
+        """How long an operation takes: a model in which all that counts is what it touches."""
+        if op.type in tf_ops.METADATA or op.type in tf_ops.RESIDENT or op in self._constants:
+            return 0.0
+        if self._sharing.pairs(op):
+            return 0.0
+        sizes = [float(self._sharing.count(t) or 0) for t in (*op.inputs, *op.outputs)]
+        time = sum(sizes) + 1.0
+        if op.type.startswith(_CONTRACTIONS) and len(sizes) > 2:
+            # Of matrices of m x k, k x n and m x n elements: m k n.
+            time += math.sqrt(sizes[0] * sizes[1] * sizes[2]) / _PER_ELEMENT
+        return time
 
     def merged_with(self, op: tf.Operation) -> tuple[tf.Operation, list[int]]:
         """The first of the sums that TensorFlow merges with one, and for each input of that sum the
@@ -287,8 +309,9 @@ class Sums:
             if any(self._above.get(m, 0) & self._bit[s] for s in sums for m in merged):
                 return Fate.LIVES
             sure = False
-            # What gets ready at the same time runs at the same time.
-            likely = likely and self._level.get(h, 0) < self._level[op]
+            # What gets ready at the same time runs at the same time, but for what takes no time:
+            # the executor does that first.
+            likely = likely and self._start.get(h, 0.0) + self._time(h) <= self._start[op]
         return Fate.DIES if sure else Fate.MAY_DIE if likely else Fate.MAY_LIVE
 
     def _holders(self, tensor: tf.Tensor) -> list[tf.Operation] | None:
@@ -349,6 +372,10 @@ class Sums:
             and self._reading.is_there(op)
         ]
 
+
+_CONTRACTIONS = ("MatMul", "BatchMatMul", "Conv", "DepthwiseConv", "Einsum")
+_PER_ELEMENT = 8
+"""Multiplications in the time in which an element is read or written."""
 
 _KEEPERS = ("Assign", "TensorList", "TensorArray", "Stack")
 """What keeps the memory of a tensor that it is given: variables and lists."""

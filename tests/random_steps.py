@@ -25,8 +25,10 @@ MODES = ("one loss", "several losses", "two calls", "second order")
 class RandomStep:
     """Training steps of a random model on a matrix, an image and indices."""
 
-    def __init__(self, seed: int, operations: int = 14) -> None:
+    def __init__(self, seed: int, operations: int = 14, unknown: bool = False) -> None:
+        """`unknown`: whether the first dimension of the arguments is left open in the trace."""
         self.seed = seed
+        self.unknown = unknown
         self.mode = MODES[seed % len(MODES)]
         self.operations = operations
         self.share = (0.5, 0.9, 0.1)[seed // len(MODES) % 3]
@@ -85,7 +87,9 @@ class RandomStep:
                     gradients = tf.gradients(ys, self._weights)
                 first = flat(gradients)
                 if scheduler is not None:
-                    found = capture(tf.compat.v1.get_default_graph(), ys, first)
+                    found = capture(
+                        tf.compat.v1.get_default_graph(), ys, first, shapes=self._shapes(arguments)
+                    )
                     if scheduler == "sums only":
                         keep_orders(found, (), "optckpt")
                     else:
@@ -98,12 +102,22 @@ class RandomStep:
                 v.assign_sub(RATE * g)
             return outputs
 
-        function = tf.function(step, autograph=False)
+        function = tf.function(step, autograph=False, input_signature=self._signature())
         found = []
         with contextlib.nullcontext() if optimizer else grappler_off():
             for _ in range(steps):
                 found += [t.numpy() for t in function(*self.arguments)]
         return found + [v.numpy() for v in self._weights]
+
+    def _signature(self) -> list[tf.TensorSpec] | None:
+        if not self.unknown:
+            return None
+        return [tf.TensorSpec([None, *t.shape[1:]], t.dtype) for t in self.arguments]
+
+    def _shapes(self, arguments: Sequence[tf.Tensor]) -> dict[int, tf.TensorShape] | None:
+        if not self.unknown:
+            return None
+        return {id(t): real.shape for t, real in zip(arguments, self.arguments, strict=True)}
 
     def train(
         self, context: Callable[[], contextlib.AbstractContextManager[Any]], steps: int = 3
@@ -391,7 +405,7 @@ def _top(d: Draw) -> tf.Tensor:
 
 def _dropout(d: Draw) -> tf.Tensor:
     t = d.one()
-    keep = tf.random.stateless_uniform(t.shape, [1, int(d.rng.randint(99))]) < 0.7
+    keep = tf.random.stateless_uniform([ROWS, WIDTH], [1, int(d.rng.randint(99))]) < 0.7
     return tf.where(keep, t / 0.7, tf.zeros_like(t))
 
 

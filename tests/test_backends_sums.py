@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Container
 from typing import Any
 
@@ -158,6 +159,7 @@ def test_the_order_as_traced() -> None:
             "parts": tf.add_n([*half, new()]),
             "twice": tf.add_n([twice, tf.reshape(twice, [8, 16]), new()]),
             "merged": tf.add_n([tf.cosh(x * 2.0), tf.cosh(x * 2.0), new()]),
+            "merged, inputs swapped": tf.add_n([held * x, x * held, new()]),
             "not merged": tf.add_n([tf.cosh(x * 3.0), tf.cosh(x * 4.0), new()]),
             "second": tf.add_n([held, new(), new()]),
             "nobody": tf.add_n([held, x, stored]),
@@ -191,6 +193,7 @@ def test_the_order_as_traced() -> None:
         "twice": third,
         "merged": third,
         "merged, after another": third,
+        "merged, inputs swapped": third,
         "not merged": natural,
         "second": natural,
         "nobody": natural,
@@ -303,3 +306,127 @@ def test_a_sum_of_losses_of_variables_needs_no_walk_unless_a_twin_might_be_merge
         tf.sqrt(shared)
         assert not takes_first(again.op, ())
         assert not takes_first(tf.add_n([tf.constant(1.0), *losses[:2]]).op, ())
+
+
+def test_sums_of_the_same_in_another_order_are_one_sum() -> None:
+    def step(x: tf.Tensor, rewritten: bool) -> list[tf.Tensor]:
+        terms = [tf.exp(x), tf.sin(x), tf.cos(x)]
+        again = [tf.exp(x), tf.sin(x), tf.cos(x)]
+        sums = [
+            tf.add_n([part[i] for i in order])
+            for part in (terms, again)
+            for order in itertools.permutations(range(3))
+        ]
+        if rewritten:
+            graph = tf.compat.v1.get_default_graph()
+            y = tf.add_n([tf.reduce_sum(t) for t in sums])
+            found = capture(graph, [y], flat(tf.gradients(y, [x])), keep=sums, chain_from=1)
+            rewrite(found, Schedule.base(found.graph))
+        return sums
+
+    x = tf.constant(normal(64, 64))
+    with grappler_off():
+        plain, mine = (
+            [t.numpy() for t in tf.function(step, autograph=False)(x, way)] for way in (False, True)
+        )
+    for t in plain:
+        np.testing.assert_array_equal(t, plain[0])
+    assert_same(mine, plain)
+
+
+class RandomSums:
+    """A model of `n` rows whose gradients are sums of up to a dozen terms."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.squares = [weight(32, 32, seed=i) for i in range(4)]
+        self.bias, self.row = weight(32, seed=5), weight(1, 32, seed=6)
+        self.xs = [*self.squares, self.bias, self.row]
+
+    def __call__(self, x: tf.Tensor) -> list[tf.Tensor]:
+        rng = np.random.RandomState(self.seed)
+        pool = [tf.tanh(x @ self.squares[0])]
+
+        def one() -> tf.Tensor:
+            return pool[max(0, len(pool) - int(rng.geometric(0.4)))]
+
+        def term() -> tf.Tensor:
+            t = one()
+            kinds: list[Callable[[], tf.Tensor]] = [
+                lambda: t,
+                lambda: t * t,
+                lambda: t * one(),
+                lambda: one() * t,
+                lambda: tf.square(t),
+                lambda: t + self.bias,
+                lambda: t * self.row,
+                lambda: t * tf.broadcast_to(self.row, tf.shape(t)),
+                lambda: t * tf.reshape(tf.reshape(t, [-1]), [-1, 32]),
+                lambda: tf.nn.relu(t),
+                lambda: tf.tanh(t @ self.squares[rng.randint(4)]),
+                lambda: t - tf.reduce_mean(t, 0, keepdims=True),
+                lambda: t - tf.reduce_mean(t, 1, keepdims=True),
+                lambda: tf.where(t > 0, t * one(), t),
+            ]
+            return kinds[rng.randint(len(kinds))]()
+
+        for _ in range(5):
+            terms = [term() for _ in range(rng.randint(1, 7))]
+            total = tf.add_n(terms) if rng.rand() < 0.5 else sum(terms[1:], terms[0])
+            pool.append(tf.tanh(total / len(terms)))
+        losses = [tf.reduce_mean(t * t) for t in pool[-3:]]
+        return [*losses, tf.reduce_mean(pool[-1] @ self.squares[1] * pool[0])]
+
+
+def test_random_sums_at_unknown_sizes(caplog: pytest.LogCaptureFixture) -> None:
+    """Planned for 16 rows, the gradients are those of the plain step at all sizes."""
+    compared = 0
+    for seed in (1, 4, 6, 8):
+        caplog.clear()
+        with caplog.at_level(logging.DEBUG, "optckpt.frontends.tf_sums"):
+            compared += _at_unknown_sizes(RandomSums(seed), caplog)
+    assert compared >= 3
+
+
+def _at_unknown_sizes(model: RandomSums, caplog: pytest.LogCaptureFixture) -> bool:
+    """Whether it could be compared: which order a sum has may depend on timing."""
+    schedules = (None, Schedule.base, everything_again)
+    functions = []
+    for schedule in schedules:
+
+        def step(x: tf.Tensor, schedule: Any = schedule) -> list[tf.Tensor]:
+            ys = model(x)
+            gradients = flat(tf.gradients(ys, model.xs))
+            if schedule is not None:
+                graph = tf.compat.v1.get_default_graph()
+                shapes = {id(x): tf.TensorShape([16, 32])}
+                found = capture(graph, ys, gradients, shapes=shapes, chain_from=256, count_from=0)
+                rewrite(found, schedule(found.graph))
+            return [*ys, *gradients]
+
+        made = tf.function(step, autograph=False, input_signature=[tf.TensorSpec([None, 32])])
+        made.get_concrete_function()
+        functions.append(made)
+        if "depends on timing" in caplog.text:
+            return False
+    for n in (16, 1):
+        x = tf.constant(normal(n, 32, seed=n))
+        with grappler_off():
+            plain, *others = ([t.numpy() for t in function(x)] for function in functions)
+        for other in others:
+            assert_same(other, plain)
+    return True
+
+
+def test_looking_at_a_shape_takes_no_time() -> None:
+    def step(x: tf.Tensor) -> list[tf.Tensor]:
+        a, b = tf.tanh(x), tf.sin(x)
+        last = tf.exp(tf.exp(tf.exp(x)))
+        total = tf.add_n([a, b, last])
+        y = tf.reduce_sum(total * tf.cast(tf.shape(last)[0], tf.float32))
+        graph = tf.compat.v1.get_default_graph()
+        kept = [y, a, b]
+        assert orders(graph, graph.get_operations(), [y], [], kept)[total.op] == (2, 1, 0)
+        return kept
+
+    tf.function(step, autograph=False).get_concrete_function(tf.TensorSpec([None, 16]))
