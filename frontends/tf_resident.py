@@ -46,7 +46,7 @@ class Residents:
                 while handle.op.type == "Identity":
                     handle = handle.op.inputs[0]
                 key = id(handle)
-                size = _handle_bytes(t) if t.dtype == tf.resource else self._sizes.of(t)
+                size = handle_bytes(t) if t.dtype == tf.resource else self._sizes.of(t)
             if self._is_here is not None:
                 self._holders[id(t)] = key
                 if node.kind == "ReadVariableOp":
@@ -124,7 +124,7 @@ class Residents:
         return self._keys[op] + bytes((int(tensor.value_index),))
 
 
-def _handle_bytes(handle: tf.Tensor) -> int:
+def handle_bytes(handle: tf.Tensor) -> int:
     """Bytes of the variable behind a resource handle (0 if it is none or has no fixed shape)."""
     data = getattr(handle, "_handle_data", None)
     if data is None or not data.is_set or len(data.shape_and_type) != 1:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from optckpt.errors import CaptureError, OptckptError
 from optckpt.request import Checkpoints, Request
 from optckpt.schedule import Plan
 from optckpt.solvers.registry import Strategy
-from optckpt.step import WholeStep, whole_step
+from optckpt.step import whole_step
 
 
 def value_and_gradients(
@@ -182,9 +181,8 @@ class TrainingStep:
         self, planned: PlannedStep, budget: Budget | None, /, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
         variables = tf.nest.flatten(self._variables)
-        with planned_step(
-            planned, self._request.budget if budget is None else budget, **self._options
-        ) as step:
+        allowed = self._request.budget if budget is None else budget
+        with whole_step(allowed, on_plan=planned.planned, **self._options) as step:
             with tf.GradientTape(watch_accessed_variables=False) as tape:
                 tape.watch([_of_tensorflow(v) for v in variables])
                 output = self._fn(*args, **kwargs)
@@ -202,26 +200,6 @@ class TrainingStep:
         if not self._return_gradients:
             return output, None
         return output, tf.nest.pack_sequence_as(self._variables, gradients)
-
-
-@contextmanager
-def planned_step(planned: PlannedStep, budget: Any, **options: Any) -> Iterator[WholeStep]:
-    """`whole_step(budget, **options)`, of whose plan `planned` is told.
-
-    A trace in which variables are created is not planned: tf.function throws it away and traces the
-    function again once they are there.
-    """
-    created: list[tf.Variable] = []
-
-    def note(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
-        created.append(next_creator(**kwargs))
-        return created[-1]
-
-    with whole_step(budget, on_plan=planned.planned, **options) as step:
-        with tf.variable_creator_scope(note):
-            yield step
-        if created:
-            step.discard()
 
 
 def own_tensors(structure: Any) -> list[tf.Tensor]:

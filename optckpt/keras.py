@@ -22,11 +22,12 @@ import tensorflow as tf
 from optckpt.budget import Budget
 from optckpt.calibration import PlannedStep
 from optckpt.config import Config
-from optckpt.eager import own_tensors, planned_step
+from optckpt.eager import own_tensors
 from optckpt.errors import CaptureError, OptckptError
 from optckpt.request import Checkpoints, Request
 from optckpt.schedule import Plan
 from optckpt.solvers.registry import Strategy
+from optckpt.step import whole_step
 
 logger = logging.getLogger(__name__)
 
@@ -315,8 +316,14 @@ class _Training:
         return logs
 
     def _build_slots(self) -> None:
-        """Create the optimizer's variables, so that they are there when the step is planned."""
+        """Create the optimizer's variables, so that they are there when the step is planned.
+
+        A `train_step` of the model's own may never use this optimizer; what it creates itself is
+        there when it is traced for the second time.
+        """
         optimizer, model = self._model.optimizer, self._model
+        if getattr(model.train_step, "__func__", None) is not keras.Model.train_step:
+            return
         if model.built and getattr(optimizer, "built", True) is False and model.trainable_variables:
             with model.distribute_strategy.scope():
                 optimizer.build(model.trainable_variables)
@@ -345,9 +352,8 @@ class _Training:
         plain_step = model.train_step
 
         def train_step(data: Any) -> Any:
-            with planned_step(
-                planned, self._request.budget if budget is None else budget, **self._options
-            ) as step:
+            allowed = self._request.budget if budget is None else budget
+            with whole_step(allowed, on_plan=planned.planned, **self._options) as step:
                 logs = plain_step(data)
                 step.keep(own_tensors(logs))
             return logs

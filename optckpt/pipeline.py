@@ -28,6 +28,7 @@ from optckpt.request import Checkpoints, Request
 from optckpt.reuse import Problem, plan_once
 from optckpt.schedule import Plan
 from optckpt.solvers.registry import SolveOptions
+from optckpt.variables import blocks_to_come
 from optckpt.xla import is_compiled, refuse_marked
 
 logger = logging.getLogger(__name__)
@@ -69,11 +70,12 @@ def measure(
     if settings.costs.cache is not True:
         options["cache"] = settings.costs.cache or None
     graph = costs.cost(found.sized or found, settings.costs.model, **options)
-    in_use = device.bytes_in_use(found.device) + sum(found.folded)
+    coming = sum(found.folded) + sum(blocks_to_come(found))
+    in_use = device.bytes_in_use(found.device) + coming
     if in_use > graph.resident:
         # Of what the step does not hold, what is in Python's reference cycles is free to be used.
         gc.collect()
-        in_use = device.bytes_in_use(found.device) + sum(found.folded)
+        in_use = device.bytes_in_use(found.device) + coming
     graph = replace(graph, resident=max(graph.resident, in_use))
     if any(found.away):
         # Measured where they run, which is not here.
@@ -94,7 +96,7 @@ def _allocator_now(found: Capture) -> Allocator | None:
     if allocator is None or allocator.region:
         return allocator
     free = device.free_chunks(found.device, allocator.smallest)
-    return replace(allocator, free=free, coming=found.folded)
+    return replace(allocator, free=free, coming=(*found.folded, *blocks_to_come(found)))
 
 
 def _reporter(found: Capture, compiled: bool) -> Reporter | None:

@@ -12,6 +12,9 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.eager import backprop
+from tensorflow.python.eager.polymorphic_function.polymorphic_function import (
+    UnliftedInitializerVariable,
+)
 from tensorflow.python.framework.auto_control_deps import op_is_stateful
 from tensorflow.python.ops import gradients_util
 
@@ -26,7 +29,7 @@ from optckpt.frontends.tf_versions import VARIABLE_READS
 from optckpt.inline import inlined
 from optckpt.request import Checkpoints, Request
 from optckpt.schedule import Plan
-from optckpt.sizes import of_inputs
+from optckpt.sizes import of_inputs, values_of_inputs
 from optckpt.solvers.registry import Strategy
 from optckpt.xla import refuse_xla
 
@@ -68,6 +71,7 @@ def capture_gradients(
         chain_from=settings.memory.chain_from,
         device=device,
         shapes=of_inputs(targets[0].graph, settings),
+        values=values_of_inputs(targets[0].graph),
     )
     return found
 
@@ -87,16 +91,13 @@ class WholeStep:
     kept: list[tf.Tensor] = field(default_factory=list)
     elsewhere: list[str] = field(default_factory=list)
     """Functions beside `graph`, called from it, in which gradients were taken."""
-    discarded: bool = False
+    creates: bool = False
+    """Whether variables were created: tf.function throws such a trace away and traces again."""
 
     def add(self, ys: Any, gradients: Any) -> None:
         """Note that `gradients` of `ys` are part of the step."""
         self.ys += _losses(ys)
         self.gradients += _tensors(gradients)
-
-    def discard(self) -> None:
-        """Plan nothing: what is traced here will not run."""
-        self.discarded = True
 
     def keep(self, tensors: Any) -> None:
         """Note that `tensors` (a nested structure) will be used after the step: returned, say."""
@@ -125,7 +126,8 @@ def whole_step(
     Tensors that are used after the context has ended, returned for instance, are to be named by
     `WholeStep.keep`, unless nothing in the context reads them.
 
-    Of several contexts around the same code the outermost holds.
+    Of several contexts around the same code the outermost holds. A trace in which variables are
+    created is not planned: tf.function throws it away and traces the function again.
 
     Raises:
         CaptureError: if there is no graph of a tf.function, or no gradients were taken in it while
@@ -159,9 +161,16 @@ def whole_step(
         yield outer
         return
     step = WholeStep(request, graph, thread, len(graph.get_operations()))
-    with _noticing(step), inlined(lambda graph: _scope_of(graph) is step):
+
+    def noted(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
+        variable = next_creator(**kwargs)
+        step.creates |= isinstance(variable, UnliftedInitializerVariable)
+        return variable
+
+    own_calls = inlined(lambda graph: _scope_of(graph) is step)
+    with _noticing(step), own_calls, tf.variable_creator_scope(noted):
         yield step
-    if step.discarded:
+    if step.creates:
         return
     if step.gradients:
         _finish(step)
@@ -197,6 +206,7 @@ def _finish(step: WholeStep) -> None:
             chain_from=memory.chain_from,
             device=device,
             shapes=of_inputs(step.graph, step.request.settings),
+            values=values_of_inputs(step.graph),
         )
         return found
 
