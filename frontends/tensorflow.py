@@ -17,16 +17,18 @@ Which TensorFlow operation becomes what:
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from typing import Any
 
 import tensorflow as tf
 
-from optckpt.errors import CaptureError
+from optckpt.errors import CaptureError, UnknownSizeError
 from optckpt.frontends.tf_build import CPU_COUNT_FROM, Build
 from optckpt.frontends.tf_capture import Capture, Past
 from optckpt.frontends.tf_copy import Shapes
+from optckpt.frontends.tf_data_sizes import Values
 from optckpt.frontends.tf_devices import Devices, shares
 from optckpt.frontends.tf_nodes import Node, Nodes, ancestors
 from optckpt.frontends.tf_ops import METADATA, RESIDENT, views
@@ -84,6 +86,7 @@ def capture(
     name: str = "",
     device: str | None = None,
     shapes: Shapes | None = None,
+    values: Values | None = None,
 ) -> Capture:
     """Capture the step that computes `gradients` of `ys` in `tf_graph`.
 
@@ -111,46 +114,49 @@ def capture(
             the step, but not executed again. Default: the one with the most bytes.
         shapes: if the graph was traced with unknown sizes: those of its inputs (placeholders, what
             iterators return) to capture it at; see `optckpt.frontends.tf_shadow`.
+        values: of placeholders, as far as they are known, where sizes depend on the data; see
+            `optckpt.frontends.tf_data_sizes`.
 
     Raises:
         CaptureError: if a tensor is of another graph, or the size of a large tensor is unknown
             (says which argument or operation makes it so).
     """
     _check(tf_graph, ys, gradients, keep)
-    sized = shadow(tf_graph, shapes) if shapes else None
-    if sized is not None:
-        history = [sized.carried(past) for past in getattr(tf_graph, HISTORY, ())]
-        setattr(sized.graph, HISTORY, history)
-        found, _ = _capture(
-            sized.graph,
-            sized.carried(ys),
-            sized.carried(gradients),
-            sized.carried(keep),
-            None if ends is None else sized.carried(tuple(ends)),
+    ends = None if ends is None else tuple(ends)
+    live = None if live is None else tuple(live)
+
+    def taken(graph: tf.Graph, same: Callable[[Any], Any]) -> tuple[Capture, Nodes]:
+        return _capture(
+            graph,
+            same(ys),
+            same(gradients),
+            same(keep),
+            same(ends),
             early_updates,
             plain_updates_last,
             count_from,
             chain_from,
-            None if live is None else sized.carried(tuple(live)),
+            same(live),
             name,
             device,
         )
-        return with_orders(sized.on_live(found, tf_graph), ys, gradients, copies=sized.copies)
-    found, nodes = _capture(
-        tf_graph,
-        ys,
-        gradients,
-        keep,
-        ends,
-        early_updates,
-        plain_updates_last,
-        count_from,
-        chain_from,
-        live,
-        name,
-        device,
-    )
-    return with_orders(found, ys, gradients, nodes)
+
+    sized = shadow(tf_graph, shapes, values=values) if shapes else None
+    if sized is None:
+        try:
+            found, nodes = taken(tf_graph, lambda given: given)
+            return with_orders(found, ys, gradients, nodes)
+        except UnknownSizeError:
+            if shapes:
+                raise
+            with suppress(CaptureError):
+                sized = shadow(tf_graph, {}, values=values)
+            if sized is None:
+                raise
+    history = [sized.carried(past) for past in getattr(tf_graph, HISTORY, ())]
+    setattr(sized.graph, HISTORY, history)
+    found, _ = taken(sized.graph, sized.carried)
+    return with_orders(sized.on_live(found, tf_graph), ys, gradients, copies=sized.copies)
 
 
 def _capture(

@@ -20,6 +20,7 @@ from tensorflow.python.ops import handle_data_util
 
 from optckpt.frontends import tf_ops
 from optckpt.frontends.tf_chance import is_view_by_chance
+from optckpt.frontends.tf_data_sizes import BOUNDED, Values, bounds, of, seen
 from optckpt.frontends.tf_devices import Devices
 from optckpt.frontends.tf_elements import (
     HANDLES,
@@ -40,6 +41,7 @@ Shapes = Mapping[int, tf.TensorShape]
 _SHAPES = "_output_shapes"
 """Attribute whose shapes are merged with what TensorFlow infers, when a graph is imported."""
 _ROUNDS = 4
+_MORE_ROUNDS = 16
 
 
 def copied(
@@ -47,21 +49,25 @@ def copied(
     shapes: Shapes,
     among: Collection[tf.Operation] | None = None,
     arguments: Mapping[int, Argument] | None = None,
+    values: Values | None = None,
+    bounded: bool = True,
 ) -> Copy:
     """A copy of `live` in which inputs have `shapes`.
 
     Args:
         among: the operations to copy, with all that they depend on; by default all.
         arguments: if this is the body of a function: what is known of its arguments, by id(tensor).
+        values: of inputs, for sizes that depend on these (see `optckpt.frontends.tf_data_sizes`).
+        bounded: whether other sizes that depend on the data are taken to be the largest possible.
 
     Raises:
         ValueError, tf.errors.OpError: if the shapes do not fit, or an operation cannot be copied.
     """
     known: dict[int, tf.TensorShape] = {}
-    for _ in range(_ROUNDS):
-        copy = Copy(live, {**known, **shapes}, among, arguments)
+    for _ in range(_MORE_ROUNDS if values else _ROUNDS):
+        copy = Copy(live, {**known, **shapes}, among, arguments, values, bounded)
         copy.run()
-        hints = copy.hints()
+        hints = copy.hints() or (seen(copy.copies, copy.fed) if copy.fed else None)
         if not hints:
             break
         # What follows from them is to be inferred, too.
@@ -117,8 +123,14 @@ class Copy:
         shapes: Shapes,
         among: Collection[tf.Operation] | None,
         arguments: Mapping[int, Argument] | None,
+        values: Values | None,
+        bounded: bool,
     ) -> None:
         self._live = live
+        self._values = values or {}
+        self._bounded = BOUNDED if bounded else frozenset()
+        self.fed: dict[tf.Operation, tf.Tensor] = {}
+        """Copy of a placeholder -> what is known to be given for it."""
         self._shapes = shapes
         self._arguments = arguments or {}
         self._traced = changes(live)
@@ -158,13 +170,19 @@ class Copy:
             self._give_shapes(op, node)
             called = tf_ops.is_call(op) and not loops and self._has_unknown(op)
             # An import refuses names that are scopes already.
-            if not called and node.op not in SPECIAL and node.name not in self._scopes:
+            bounded = node.op in self._bounded and self._has_unknown(op)
+            alone = called or bounded or node.op in SPECIAL or node.name in self._scopes
+            if not alone:
                 piece.append(node)
                 continue
             self._import(piece)
             piece = []
             if called:
                 self._call(op, node)
+            elif bounded:
+                made = self._make(node)
+                for t, shape in zip(made.outputs, self._by_data(made), strict=True):
+                    t.set_shape(shape)
             else:
                 self._elements.prepare(node, self._inputs(node))
                 self._elements.note(self._make(node))
@@ -278,12 +296,24 @@ class Copy:
             pywrap_tf_session.TF_DeleteBuffer(serialized)
         for op in self.graph._add_new_tf_operations(compute_devices=False):
             self._add(op)
+            if self._values and op.type == "Placeholder":
+                value = self._values.get(id(self._live_input(op)))
+                if value is not None:
+                    self.fed[op] = value
             argument = self._arguments and op.type == "Placeholder" and self._argument(op)
             if argument:
                 self._elements.give(op.outputs[0], argument)
 
     def _argument(self, copy: tf.Operation) -> Argument | None:
-        return self._arguments.get(id(self._live.get_operation_by_name(copy.name).outputs[0]))
+        return self._arguments.get(id(self._live_input(copy)))
+
+    def _by_data(self, made: tf.Operation) -> list[tf.TensorShape]:
+        exact = of(made, self.fed) if self.fed else []
+        known = exact and all(shape.is_fully_defined() for shape in exact)
+        return exact if known else bounds(made)
+
+    def _live_input(self, copy: tf.Operation) -> tf.Tensor:
+        return self._live.get_operation_by_name(copy.name).outputs[0]
 
     def _map_inputs(self, nodes: Sequence[node_def_pb2.NodeDef], options: Any) -> None:
         mapped = set()

@@ -17,7 +17,8 @@ import tensorflow as tf
 
 from optckpt.errors import CaptureError
 from optckpt.frontends.tf_capture import Capture
-from optckpt.frontends.tf_copy import Shapes, copied
+from optckpt.frontends.tf_copy import Copy, Shapes, copied
+from optckpt.frontends.tf_data_sizes import Values
 
 log = logging.getLogger("optckpt.frontends.tensorflow")
 
@@ -78,7 +79,10 @@ class _Carrier:
 
 
 def shadow(
-    live: tf.Graph, shapes: Shapes, among: Collection[tf.Operation] | None = None
+    live: tf.Graph,
+    shapes: Shapes,
+    among: Collection[tf.Operation] | None = None,
+    values: Values | None = None,
 ) -> Shadow | None:
     """A copy of `live` in which inputs have `shapes`; its other shapes follow.
 
@@ -88,13 +92,14 @@ def shadow(
     Args:
         shapes: of placeholders and of what iterators return; unknown dimensions stay so.
         among: the operations to copy, with all that they depend on; by default all.
+        values: of placeholders, where sizes depend on these.
 
     Raises:
         CaptureError: if these shapes do not go together (names the operation).
     """
     name = getattr(live, "name", "")
     try:
-        copy = copied(live, shapes, among)
+        copy = _copied(live, shapes, among, values)
     except (ValueError, tf.errors.OpError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         if not _can_be_copied(live, among):
@@ -106,6 +111,19 @@ def shadow(
             "sizes that do (section sizes of the configuration, or optckpt.sizes.at)"
         ) from error
     return Shadow(copy.graph, copy.copies)
+
+
+def _copied(
+    live: tf.Graph,
+    shapes: Shapes,
+    among: Collection[tf.Operation] | None,
+    values: Values | None,
+) -> Copy:
+    """The copy, with sizes that depend on the data bounded if these bounds go together."""
+    try:
+        return copied(live, shapes, among, values=values)
+    except (ValueError, tf.errors.OpError):
+        return copied(live, shapes, among, values=values, bounded=False)
 
 
 def _can_be_copied(live: tf.Graph, among: Collection[tf.Operation] | None) -> bool:

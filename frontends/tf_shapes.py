@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable
 
 import tensorflow as tf
 
-from optckpt.errors import CaptureError
+from optckpt.errors import UnknownSizeError
 from optckpt.frontends.tf_bodies import Bodies
 from optckpt.frontends.tf_nodes import Node
 from optckpt.frontends.tf_ops import (
@@ -166,7 +166,7 @@ def at_most(tensor: tf.Tensor, bytes_of: Callable[[tf.Tensor], int | None]) -> i
     return total * 2
 
 
-def unknown_size(tensor: tf.Tensor) -> CaptureError:
+def unknown_size(tensor: tf.Tensor) -> UnknownSizeError:
     """The error for a tensor whose size cannot be known, naming what makes it so."""
     culprits = _culprits(tensor)
     shape = str(tensor.shape)
@@ -174,7 +174,7 @@ def unknown_size(tensor: tf.Tensor) -> CaptureError:
     inputs = [t for t in culprits if t.op.type in RESIDENT]
     if inputs:
         named = ", ".join(f"{argument_name(t.op)!r} has shape {t.shape}" for t in inputs[:4])
-        return CaptureError(
+        return UnknownSizeError(
             f"{head}, because the input {named}; a plan needs sizes: {DECLARE}, give the "
             "tf.function an input_signature without None, call it with tensors of one batch size, "
             "or set batch_size / drop_remainder=True on the data set"
@@ -187,8 +187,10 @@ def unknown_size(tensor: tf.Tensor) -> CaptureError:
             else "its size depends on the data; give it a fixed size (set_shape, tf.ensure_shape, "
             "or padding to a maximum)"
         )
-        return CaptureError(f"{head}, because of operation {t.op.name!r} ({t.op.type}): {advice}")
-    return CaptureError(f"{head}; set its shape with tf.ensure_shape")
+        return UnknownSizeError(
+            f"{head}, because of operation {t.op.name!r} ({t.op.type}): {advice}"
+        )
+    return UnknownSizeError(f"{head}; set its shape with tf.ensure_shape")
 
 
 def argument_name(op: tf.Operation) -> str:

@@ -54,6 +54,10 @@ class CaptureError(OptckptError, ValueError):
     """A TensorFlow graph that cannot be planned (unknown sizes, eager mode, XLA, ...)."""
 
 
+class UnknownSizeError(CaptureError):
+    """A graph with a large tensor whose size it does not tell."""
+
+
 class RewriteError(OptckptError, RuntimeError):
     """The rewritten TensorFlow graph failed its self-check; the graph was left as it was."""
 

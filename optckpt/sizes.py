@@ -106,6 +106,18 @@ def of_inputs(graph: tf.Graph, settings: Config) -> dict[int, tf.TensorShape]:
     return found
 
 
+def values_of_inputs(graph: tf.Graph) -> dict[int, tf.Tensor]:
+    """{id(placeholder): tensor} of the arguments of the call that made TensorFlow trace `graph`,
+    and of the constants that it captures; without those that are no numbers."""
+    given = dict(_call_of(graph).arguments)
+    given.update((id(inner), outer) for outer, inner in getattr(graph, "captures", ()))
+    return {
+        key: t
+        for key, t in given.items()
+        if isinstance(t, tf.__internal__.EagerTensor) and not tf_ops.is_opaque(t.dtype)
+    }
+
+
 # --- Shapes that are given ---------------------------------------------------------------------
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import os
 import signal
-import sys
-from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
 
 import pytest
+from fresh_process import MARKER, pytest_collection_finish, pytest_runtest_protocol
+
+__all__ = ["pytest_collection_finish", "pytest_runtest_protocol"]
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -31,7 +30,26 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+FRESH = (
+    "models/test_loops.py",
+    "models/test_memory_model.py",
+    "models/test_toolkit_cases.py",
+    "test_calibration.py",
+    "test_eager.py",
+    "test_inline.py",
+    "test_keras.py",
+    "test_sizes.py",
+    "test_step.py",
+    "zoo/",
+)
+"""Files of tests that compare budgets and predictions with what the allocator reports."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    folder = Path(__file__).parent
+    for item in items:
+        if item.path.relative_to(folder).as_posix().startswith(FRESH):
+            item.add_marker(MARKER)
     if not any(item.get_closest_marker("gpu") for item in items):
         return
     import tensorflow as tf
@@ -40,60 +58,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no GPU"))
-
-
-MODELS_MADE_BY_EACH_TEST = (
-    "test_keras.py",
-    "test_eager.py",
-    "test_step.py",
-    "test_toolkit_cases.py",
-)
-
-
-def _variables() -> list[Any]:
-    if "tensorflow" not in sys.modules:
-        return []
-    from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
-
-    # By type: some lazy objects do much when asked what they are.
-    return [o for o in gc.get_objects() if issubclass(type(o), BaseResourceVariable)]
-
-
-@contextlib.contextmanager
-def no_memory_left() -> Iterator[None]:
-    """Free the memory of the variables that are made within the context.
-
-    TensorFlow keeps functions that use Keras' optimizers for good, and with them all variables;
-    budgets of later tests are shares of what is in memory then.
-    """
-    before = {id(v) for v in _variables()}
-    yield
-    gc.collect()
-    for variable in _variables():
-        handle = getattr(variable, "_handle", None)
-        if id(variable) not in before and hasattr(handle, "numpy"):
-            import tensorflow as tf
-
-            with tf.init_scope():
-                tf.raw_ops.DestroyResourceOp(resource=handle, ignore_lookup_error=True)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _leave_no_memory() -> Iterator[None]:
-    with no_memory_left():
-        yield
-
-
-@pytest.fixture(autouse=True)
-def _leave_no_memory_of_models(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Where each test makes a model of its own, also between tests."""
-    path = request.node.path
-    with (
-        no_memory_left()
-        if path.name in MODELS_MADE_BY_EACH_TEST or path.parent.name == "zoo"
-        else contextlib.nullcontext()
-    ):
-        yield
 
 
 @pytest.fixture

@@ -25,7 +25,6 @@ import tensorflow as tf
 
 import optckpt
 from optckpt.config import Config, MemoryConfig
-from optckpt.errors import CaptureError
 from optckpt.frontends.tf_ops import MARK
 from optckpt.schedule import Plan
 
@@ -277,8 +276,6 @@ class Row:
     """`memory.margin`, where the peak is known to be predicted too low; None: the default."""
     tolerance: float = 0.0
     """By how much numbers may differ from those of the plain run; 0: in no bit."""
-    refusal: str | None = None
-    """A pattern of the message with which it is refused, if it cannot be planned."""
 
 
 @dataclass
@@ -317,10 +314,6 @@ def check(row: Row) -> Budgeted:
     # Nothing orders the plain step's operations, so that its peak differs from step to step.
     plain = min(peaks) - before
     way = Budgeted(_free_memory() + round(row.share * plain), row.margin)
-    if row.refusal is not None:
-        with pytest.raises(CaptureError, match=row.refusal):
-            _run(row, way)
-        return way
     with _no_warnings():
         got_outputs, got_state, got_peaks = _run(row, way)
 

@@ -39,16 +39,13 @@ def table() -> str:
 
 
 def _line(row: Row) -> str:
-    if row.refusal is not None:
-        holds = "refused, with the reason"
-    else:
-        holds = "executed again" if row.repeats else "nothing again"
-        if row.plans > 1:
-            holds += f", {row.plans} plans"
-        if row.margin is not None:
-            holds += f", with a margin of {100 * row.margin:.0f} %"
-        if row.tolerance:
-            holds += f", the same but for rounding ({row.tolerance:g})"
+    holds = "executed again" if row.repeats else "nothing again"
+    if row.plans > 1:
+        holds += f", {row.plans} plans"
+    if row.margin is not None:
+        holds += f", with a margin of {100 * row.margin:.0f} %"
+    if row.tolerance:
+        holds += f", the same but for rounding ({row.tolerance:g})"
     name = row.name.replace("_", " ")
     budget = f"{100 * row.share:.0f} %"
     return f"| {row.family} | {name} | `{row.way}` | {row.feature} | {budget} | {holds} |"
