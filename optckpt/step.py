@@ -167,7 +167,7 @@ def whole_step(
         step.creates |= isinstance(variable, UnliftedInitializerVariable)
         return variable
 
-    own_calls = inlined(lambda graph: _scope_of(graph) is step)
+    own_calls = inlined(lambda graph: _scope_of(graph) is step, lambda: len(step.elsewhere))
     with _noticing(step), own_calls, tf.variable_creator_scope(noted):
         yield step
     if step.creates:
