@@ -16,6 +16,7 @@ from optckpt.backends.tensorflow import rewrite
 from optckpt.backends.xla_figures import XlaFigures
 from optckpt.backends.xla_ties import rewrite_for_xla
 from optckpt.budget import Budget, format_bytes, short_name
+from optckpt.coming import blocks_to_come
 from optckpt.config import Config
 from optckpt.costs.signature import environment
 from optckpt.distribute import workers
@@ -28,7 +29,6 @@ from optckpt.request import Checkpoints, Request
 from optckpt.reuse import Problem, plan_once
 from optckpt.schedule import Plan
 from optckpt.solvers.registry import SolveOptions
-from optckpt.variables import blocks_to_come
 from optckpt.xla import is_compiled, refuse_marked
 
 logger = logging.getLogger(__name__)

@@ -16,6 +16,7 @@ from typing import TypeAlias
 import tensorflow as tf
 from tensorflow.python.framework import ops
 
+from optckpt.backends.calls import wait_for_calls
 from optckpt.backends.partners import separate_partners
 from optckpt.backends.sums import keep_orders
 from optckpt.backends.xla_guards import bar_xla
@@ -75,6 +76,8 @@ def rewrite(capture: Capture, schedule: Schedule, *, scope: str = "optckpt") -> 
     check_acyclic(capture, edit)
     clones, edges = apply_edit(capture.tf_graph, edit)
     executed = [(op, clone.original) for op, clone in zip(clones, edit.clones, strict=True)]
+    real = [[clones[n] if isinstance(n, int) else n for n in edge] for edge in edit.controls]
+    wait_for_calls(capture, ((a, b) for a, b in real), dict(executed))
     _empty(capture, executed)
     copies = keep_orders(capture, executed, scope)
     chain = [clones[n] if isinstance(n, int) else n for group in edit.chain for n in group]

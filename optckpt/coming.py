@@ -1,7 +1,8 @@
-"""Memory that the variables of a step will take, but have not been given yet.
+"""Memory that will be taken when a step begins, but is not while it is planned.
 
 A variable that was made while a function was traced may not be initialised yet, or share its memory
-with others: TensorFlow computes equal initial values once. The first update gives each its own.
+with others: TensorFlow computes equal initial values once. The first update gives each its own. And
+a step in the body of a loop begins with what the loop carries and with what was computed before it.
 """
 
 from __future__ import annotations
@@ -9,23 +10,31 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 
 import tensorflow as tf
+from tensorflow.python.ops.control_flow_v2_func_graphs import WhileBodyFuncGraph
 
 from optckpt.frontends.tensorflow import Capture
+from optckpt.frontends.tf_bodies import Bodies
+from optckpt.frontends.tf_heap import Block
+from optckpt.frontends.tf_lists import bytes_of
 from optckpt.frontends.tf_resident import handle_bytes
 from optckpt.frontends.tf_versions import VARIABLE_READS
 
 
 def blocks_to_come(found: Capture) -> tuple[int, ...]:
-    """Bytes of each block that the captured step's variables on its device do not have yet.
+    """Bytes of each block on the step's device that is not there yet.
 
     Blocks that the allocator does not count are left out. Which variables share their memory is
     known on a CPU alone.
     """
+    return (*_of_variables(found), *_from_around(found))
+
+
+def _of_variables(found: Capture) -> list[int]:
     coming: list[int] = []
     shared: dict[Hashable, tuple[int, list[bool]]] = {}
     with tf.init_scope():
         if not tf.executing_eagerly():
-            return ()
+            return []
         for handle, inner in _handles(found.tf_graph):
             size = handle_bytes(handle)
             if size < found.count_from or not _is_on(handle, found.device):
@@ -37,7 +46,37 @@ def blocks_to_come(found: Capture) -> tuple[int, ...]:
                 group[1].append(_is_written(inner))
     for size, written in shared.values():
         coming += [size] * min(sum(written), len(written) - 1)
-    return tuple(coming)
+    return coming
+
+
+def _from_around(found: Capture) -> list[int]:
+    """What the graph around that of the step computes for it, and what a loop carries."""
+    graph = found.tf_graph
+    captures = getattr(graph, "captures", ())
+    blocks: dict[int, Block] = {}
+    bodies = Bodies()
+    for outer, inner in captures:
+        if inner.dtype == tf.resource:
+            continue
+        origin = _origin(outer)
+        if origin is not None:
+            blocks.update((id(b), b) for b in bodies.value(origin).blocks)
+    sizes = [b.size for b in blocks.values()]
+    if isinstance(graph, WhileBodyFuncGraph):
+        captured = {id(inner) for _, inner in captures}
+        carried = [t for t in graph.inputs if id(t) not in captured]
+        sizes += [bytes_of(t) or 0 for t in carried if t.dtype != tf.resource]
+    return [size for size in sizes if size >= found.count_from]
+
+
+def _origin(tensor: tf.Tensor) -> tf.Tensor | None:
+    """What stands for `tensor` in the graph that computes it; None if it is there before."""
+    while hasattr(tensor, "graph") and not hasattr(tensor, "numpy"):
+        if tensor.op.type != "Placeholder":
+            return tensor
+        around = {id(inner): outer for outer, inner in getattr(tensor.graph, "captures", ())}
+        tensor = around.get(id(tensor))
+    return None
 
 
 def _handles(graph: tf.Graph) -> Iterator[tuple[tf.Tensor, tf.Tensor]]:
