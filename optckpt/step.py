@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.eager import backprop
+from tensorflow.python.eager import backprop, forwardprop_util
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import (
     UnliftedInitializerVariable,
 )
@@ -49,6 +49,13 @@ def plan_gradients(ys: Any, gradients: Any, request: Request) -> None:
         return
     scope = _scope_of(tensors[0].graph)
     if scope is None:
+        if _is_pushed_forward(tensors):
+            raise CaptureError(
+                "gradients are taken within a tf.autodiff.ForwardAccumulator, whose products are "
+                "computed beside them and would keep in memory what the plan gives up: put "
+                "optckpt.whole_step around the accumulator and take the gradients with "
+                "tf.GradientTape"
+            )
         own = Devices().of(_losses(ys)[0].op) if in_replica() else None
         apply_on_devices(
             lambda device: capture_gradients(ys, gradients, request.settings, device), request, own
@@ -89,6 +96,8 @@ class WholeStep:
     ys: list[tf.Tensor] = field(default_factory=list)
     gradients: list[tf.Tensor] = field(default_factory=list)
     kept: list[tf.Tensor] = field(default_factory=list)
+    is_pushed_forward: bool = False
+    """Whether gradients were taken within a tf.autodiff.ForwardAccumulator."""
     elsewhere: list[str] = field(default_factory=list)
     """Functions beside `graph`, called from it, in which gradients were taken."""
     creates: bool = False
@@ -98,6 +107,7 @@ class WholeStep:
         """Note that `gradients` of `ys` are part of the step."""
         self.ys += _losses(ys)
         self.gradients += _tensors(gradients)
+        self.is_pushed_forward |= _is_pushed_forward(_tensors(gradients))
 
     def keep(self, tensors: Any) -> None:
         """Note that `tensors` (a nested structure) will be used after the step: returned, say."""
@@ -172,6 +182,12 @@ def whole_step(
         yield step
     if step.creates:
         return
+    if step.is_pushed_forward:
+        logger.warning(
+            "gradients are taken within a tf.autodiff.ForwardAccumulator, of whose products less "
+            "is known than they need: the step will take more memory than predicted; measure it, "
+            "and lower the budget or raise memory.margin by as much"
+        )
     if step.gradients:
         _finish(step)
     elif step.elsewhere:
@@ -292,6 +308,11 @@ def _notice(ys: Any, result: Any) -> None:
         scope = None if outer is None else _scope_of(outer)
     if scope is not None:
         scope.elsewhere.append(graph.name)
+
+
+def _is_pushed_forward(gradients: list[tf.Tensor]) -> bool:
+    """Whether a tf.autodiff.ForwardAccumulator is differentiating the gradients."""
+    return any(forwardprop_util.pack_tangents(gradients).indices)
 
 
 def _losses(ys: Any) -> list[tf.Tensor]:

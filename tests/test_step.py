@@ -167,8 +167,7 @@ def check(make: Callable[[Around], tuple[Body, Sequence[Any]]], updates: str = "
     assert_same(found.variables, plain.variables)
     assert len(plain.variables) > 0
     assert all(len(p.schedule) > len(set(p.schedule.executions)) for p in found.plans)
-    # The step before may have left other free chunks than there were when the plan was made.
-    assert found.peak <= 1.03 * max(plan.predicted_peak for plan in found.plans) + 2 * BYTES
+    assert found.peak <= 1.03 * max(plan.predicted_peak for plan in found.plans) + BYTES
     return found
 
 
@@ -921,3 +920,33 @@ def test_a_step_without_gradients_is_said_to_be_unplanned(caplog: pytest.LogCapt
     with caplog.at_level(logging.WARNING, "optckpt.step"):
         step(tf.constant(normal(64, SIDE)))
     assert "no gradients were taken" in caplog.text
+
+
+def test_forward_mode_is_refused_on_a_tape_and_said_to_need_more_in_a_whole_step(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ws = matrices(3)
+    tangents = [tf.ones_like(w) for w in ws]
+
+    def traced(x: tf.Tensor, whole: Any, tape: Callable[[], Any]) -> list[tf.Tensor]:
+        with whole:
+            with tf.autodiff.ForwardAccumulator(ws, tangents) as accumulator:
+                with tape() as t:
+                    loss = loss_of(x, ws)
+                gradients = t.gradient(loss, ws)
+            found = [accumulator.jvp(g) for g in gradients]
+            for w, h in zip(ws, found, strict=True):
+                w.assign_sub(h)
+        return found
+
+    def run(whole: Any, tape: Callable[[], Any]) -> None:
+        step = tf.function(lambda x: traced(x, whole, tape), autograph=False)
+        step.get_concrete_function(tf.TensorSpec((64, SIDE)))
+
+    none = contextlib.nullcontext
+    with pytest.raises(CaptureError, match=r"ForwardAccumulator.*put optckpt\.whole_step around"):
+        run(none(), lambda: optckpt.GradientTape("90%", config=config()))
+    with caplog.at_level(logging.WARNING, "optckpt.step"):
+        run(whole_step(2**40, config=config()), tf.GradientTape)
+    (record,) = [r for r in caplog.records if "ForwardAccumulator" in r.message]
+    assert "more memory than predicted" in record.message
