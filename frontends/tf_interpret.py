@@ -34,6 +34,8 @@ Workspace = Callable[[tf.Operation], int]
 _MOST_ITERATIONS = 32
 """Iterations that are gone through one by one; the rest repeats the last."""
 _SEARCH = 1 << 24
+_SAID = "_optckpt_unknown_loops"
+"""Attribute of a graph: names of its loops whose unknown end has been warned of."""
 
 
 class Run:
@@ -294,6 +296,13 @@ class Run:
 
 
 def _warn(loop: tf.Operation) -> None:
+    """Say once of each loop that its end is unknown."""
+    said = getattr(loop.graph, _SAID, None)
+    if said is None:
+        setattr(loop.graph, _SAID, said := set())
+    if loop.name in said:
+        return
+    said.add(loop.name)
     log.warning(
         "what loop %r keeps for its gradient is missing from the prediction of memory, as the "
         "number of iterations is not known: give the loop maximum_iterations",

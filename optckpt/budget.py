@@ -7,6 +7,9 @@ import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from numbers import Real
+from operator import index
+from typing import Any
 
 from optckpt.errors import BudgetError
 
@@ -28,6 +31,19 @@ class Budget:
     bytes: int | None = None
     fraction: float | None = None
 
+    def __post_init__(self) -> None:
+        if (self.bytes is None) == (self.fraction is None):
+            raise BudgetError("Budget takes either bytes= or fraction=: give one of the two")
+        if self.bytes is not None and not (_is_whole(self.bytes) and 0 < self.bytes <= MOST_BYTES):
+            raise BudgetError(
+                f"Budget(bytes={self.bytes!r}): give a whole number of bytes, from 1 to 2**63 - 1"
+            )
+        if self.fraction is not None and not (_is_real(self.fraction) and 0 < self.fraction <= 1):
+            raise BudgetError(
+                f"Budget(fraction={self.fraction!r}): give a share of the plain step's peak, more "
+                "than 0 and at most 1"
+            )
+
     def resolve(self, plain_peak: int) -> int:
         """The budget in bytes for a step whose plain peak is `plain_peak` bytes."""
         if self.bytes is not None:
@@ -48,29 +64,46 @@ class Budget:
         if isinstance(value, Budget):
             return value
         if not isinstance(value, bool):
-            if isinstance(value, int) or hasattr(value, "__index__"):
+            if _is_whole(value):
                 count = int(value)
                 if 0 < count <= MOST_BYTES:
                     return cls(bytes=count)
-            elif isinstance(value, float):
-                if 0 < value <= 1:
-                    return cls(fraction=value)
-                if 1 < value <= MOST_BYTES and value.is_integer():
-                    return cls(bytes=int(value))
+            elif _is_real(value):
+                number = float(value)
+                if 0 < number <= 1:
+                    return cls(fraction=number)
+                if 1 < number <= MOST_BYTES and number.is_integer():
+                    return cls(bytes=int(number))
             elif isinstance(value, str):
                 match = _PATTERN.fullmatch(value)
                 if match:
-                    number, unit = Fraction(match[1]), match[2].lower()
-                    if unit == "%" and 0 < number <= 100:
-                        return cls(fraction=float(number) / 100)
-                    if not unit and "." in match[1] and 0 < number <= 1:
-                        return cls(fraction=float(number))
-                    if unit in _UNITS and 1 <= number * _UNITS[unit] <= MOST_BYTES:
-                        return cls(bytes=int(number * _UNITS[unit]))
+                    amount, unit = Fraction(match[1]), match[2].lower()
+                    if unit == "%" and 0 < amount <= 100:
+                        return cls(fraction=float(amount) / 100)
+                    if not unit and "." in match[1] and 0 < amount <= 1:
+                        return cls(fraction=float(amount))
+                    if unit in _UNITS and 1 <= amount * _UNITS[unit] <= MOST_BYTES:
+                        return cls(bytes=int(amount * _UNITS[unit]))
         raise BudgetError(
             f"cannot read the budget {reprlib.repr(value)}: give bytes (6442450944), a size with "
             'a unit ("6GiB", "500MB") or a share of the plain peak ("60%", 0.6)'
         )
+
+
+def _is_whole(value: Any) -> bool:
+    """Whether it is an integer of Python, numpy or the like, but no truth value and no array."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        return False
+    try:
+        index(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _is_real(value: Any) -> bool:
+    """Whether it is a number with a fraction, of Python, numpy or the like."""
+    return isinstance(value, Real) and not _is_whole(value) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)

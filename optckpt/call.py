@@ -20,7 +20,7 @@ from optckpt.budget import AnyBudget
 from optckpt.config import Config
 from optckpt.errors import CaptureError
 from optckpt.frontends.tf_traced import as_traced
-from optckpt.request import Checkpoints, Request
+from optckpt.request import Checkpoints, Request, check_tensors
 from optckpt.schedule import Plan
 from optckpt.solvers.registry import Strategy
 from optckpt.step import plan_gradients
@@ -104,6 +104,8 @@ def gradients(
         plan=plan,
         on_plan=on_plan,
     )
+    check_tensors(ys, "ys")
+    check_tensors(xs, "xs")
     flat_xs, pack = _flatten_xs(xs)
     with as_traced(tf.compat.v1.get_default_graph()):
         result = _tf_gradients(

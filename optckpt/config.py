@@ -424,8 +424,13 @@ def find_config(argument: Config | Mapping[str, Any] | str | Path | None = None)
         return argument
     if isinstance(argument, Mapping):
         return parse_config(argument)
-    if argument is not None:
+    if isinstance(argument, str | os.PathLike):
         return load_config(argument)
+    if argument is not None:
+        raise ConfigError(
+            "config= takes a Config, a mapping of sections or the path of a YAML file, got "
+            f"{type(argument).__name__}"
+        )
     named = os.environ.get(ENVIRONMENT_VARIABLE)
     if named:
         try:

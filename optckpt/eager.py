@@ -13,7 +13,7 @@ from optckpt.budget import Budget
 from optckpt.calibration import PlannedStep
 from optckpt.config import Config
 from optckpt.errors import CaptureError, OptckptError
-from optckpt.request import Checkpoints, Request
+from optckpt.request import Checkpoints, Request, calibrated, shown
 from optckpt.schedule import Plan
 from optckpt.solvers.registry import Strategy
 from optckpt.step import whole_step
@@ -99,7 +99,7 @@ def value_and_gradients(
         update=updates,
         return_gradients=not updates if return_gradients is None else return_gradients,
         has_aux=has_aux,
-        calibrate=request.settings.memory.calibrate if calibrate is None else calibrate,
+        calibrate=calibrated(calibrate, request),
     )
 
 
@@ -187,6 +187,7 @@ class TrainingStep:
                 tape.watch([_of_tensorflow(v) for v in variables])
                 output = self._fn(*args, **kwargs)
                 value = _value_of(output) if self._has_aux else output
+                _check_value(value)
                 loss = value
                 scale = getattr(self._optimizer, "scale_loss", None)
                 if self._update and scale is not None:
@@ -224,6 +225,11 @@ def _check(fn: Any, variables: Any, optimizer: Any) -> None:
                 "variables takes tf.Variables or keras.Variables, in a list, dict or nested "
                 f"structure, got {type(v).__name__}"
             )
+    if isinstance(optimizer, type):
+        raise OptckptError(
+            f"optimizer= takes an optimizer, got the class {optimizer.__name__}: make one of it, "
+            f"{optimizer.__name__}(...)"
+        )
     if optimizer is not None and not hasattr(optimizer, "apply_gradients"):
         raise OptckptError(
             "optimizer= takes a Keras optimizer, or an object with apply_gradients, got "
@@ -258,6 +264,15 @@ def _value_of(output: Any) -> Any:
             f"has_aux=True: fn must return (value, aux), but returned {type(output).__name__}"
         )
     return output[0]
+
+
+def _check_value(value: Any) -> None:
+    for leaf in tf.nest.flatten(value):
+        if not tf.is_tensor(leaf):
+            raise OptckptError(
+                "fn must return the loss as a tensor, or a structure of tensors, but returned "
+                f"{shown(leaf)}: has it a return statement, and is the loss computed by TensorFlow?"
+            )
 
 
 def _signature(args: Any, kwargs: Any) -> str:

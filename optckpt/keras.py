@@ -24,7 +24,7 @@ from optckpt.calibration import PlannedStep
 from optckpt.config import Config
 from optckpt.eager import own_tensors
 from optckpt.errors import CaptureError, OptckptError
-from optckpt.request import Checkpoints, Request
+from optckpt.request import Checkpoints, Request, calibrated
 from optckpt.schedule import Plan
 from optckpt.solvers.registry import Strategy
 from optckpt.step import whole_step
@@ -76,8 +76,7 @@ def apply(
             f"{keras.backend.backend()}: set the environment variable KERAS_BACKEND=tensorflow "
             "before Keras is imported"
         )
-    if not isinstance(model, keras.Model):
-        raise OptckptError(f"a keras.Model is needed, got {type(model).__name__}")
+    _check_model(model)
     request = Request.of(
         budget,
         max_overhead=max_overhead,
@@ -94,10 +93,9 @@ def apply(
         "config": request.settings,
         "plan": request.plan,
     }
-    if calibrate is None:
-        calibrate = request.settings.memory.calibrate
+    wanted = calibrated(calibrate, request)
     remove(model)
-    _Training(model, request, options, calibrate).install()
+    _Training(model, request, options, wanted).install()
     return model
 
 
@@ -141,7 +139,12 @@ def compile(
 
 
 def remove(model: Any) -> Any:
-    """Let `model` train as Keras has it, without a budget; returns the model."""
+    """Let `model` train as Keras has it, without a budget; returns the model.
+
+    Raises:
+        OptckptError: if it is no keras.Model.
+    """
+    _check_model(model)
     training = model.__dict__.get(_TRAINING)
     if training is not None:
         training.uninstall()
@@ -170,7 +173,13 @@ def plans(model: Any) -> dict[str, Plan]:
     return {signature: plan for signature, plan in found if plan is not None}
 
 
+def _check_model(model: Any) -> None:
+    if not isinstance(model, keras.Model):
+        raise OptckptError(f"a keras.Model is needed, got {type(model).__name__}")
+
+
 def _training(model: Any) -> _Training:
+    _check_model(model)
     training: _Training | None = model.__dict__.get(_TRAINING)
     if training is None:
         raise OptckptError(
@@ -240,6 +249,7 @@ class _Training:
         """What `compile` was told of jit_compile, if it is known."""
         self.steps: list[_Signature] = []
         self.latest: PlannedStep | None = None
+        self._said_unplanned = False
 
     # Keras asks the model for its training function whenever it begins to train. Set past Keras'
     # own bookkeeping of attributes, so that nothing of this is saved with the model.
@@ -308,7 +318,8 @@ class _Training:
     def _run(self, step: PlannedStep, data: Any) -> Any:
         self.latest = step
         logs = step(data)
-        if step.plan is None:
+        if step.plan is None and not self._said_unplanned:
+            self._said_unplanned = True
             logger.warning(
                 "model %r: its training step takes no gradients, so that nothing was planned",
                 self._model.name,

@@ -24,11 +24,11 @@ from optckpt import pipeline
 from optckpt.backends.tensorflow import rewrite
 from optckpt.budget import Budget
 from optckpt.config import Config
-from optckpt.errors import CaptureError
+from optckpt.errors import BudgetError, CaptureError, OptckptError
 from optckpt.frontends.tensorflow import Capture, capture
 from optckpt.graph import TrainingGraph
 from optckpt.planner import check_fits, make_plan
-from optckpt.request import Checkpoints, Request
+from optckpt.request import Checkpoints, Request, shown
 from optckpt.schedule import Plan, Schedule
 from optckpt.simulate import simulate
 from optckpt.sizes import of_inputs
@@ -69,8 +69,9 @@ def budgeted(
     The function is traced and planned once per signature of its arguments (in a tf.function: per
     trace of that), in its given order. Its arguments and results are tensors, or structures of
     them; anything else among the arguments is a constant. Gradients flow to its arguments and to
-    the trainable variables it uses; not to tensors it takes from the code around it. Second
-    derivatives are those of the rewritten backward pass, within no budget.
+    the trainable variables it uses, those among its arguments included; not to tensors it takes
+    from the code around it. Second derivatives are those of the rewritten backward pass, within no
+    budget.
 
     Args:
         budget: bytes, a size, or a share of what the part needs when it is not rewritten.
@@ -81,6 +82,11 @@ def budgeted(
             `optckpt.gradients` raises, when it is traced, and CaptureError if it returns something
             else than tensors or takes a tensor from a tf.function around it.
     """
+    if callable(budget):
+        raise BudgetError(
+            "optckpt.budgeted takes a budget and gives a decorator: write "
+            '@optckpt.budgeted("200MiB") above the function'
+        )
     request = Request.of(
         budget,
         max_overhead=max_overhead,
@@ -91,6 +97,8 @@ def budgeted(
     )
 
     def decorate(fn: Decorated) -> Decorated:
+        if not callable(fn):
+            raise OptckptError(f"optckpt.budgeted decorates a function, got {shown(fn)}")
         part = _Part(fn, request)
 
         @wraps(fn)
@@ -153,7 +161,9 @@ class _Part:
             tf.convert_to_tensor(leaf) if _is_array(leaf) else leaf
             for leaf in tf.nest.flatten((args, kwargs))
         ]
-        places = [i for i, leaf in enumerate(leaves) if tf.is_tensor(leaf)]
+        places = [
+            i for i, leaf in enumerate(leaves) if tf.is_tensor(leaf) and not _is_variable(leaf)
+        ]
         tensors = [leaves[i] for i in places]
         for t in tensors:
             if not isinstance(t, tf.Tensor):
@@ -497,6 +507,8 @@ def _key(structure: Any, leaves: Sequence[Any], places: Sequence[int]) -> Any:
         if i in tensors:
             dims = None if leaf.shape.rank is None else tuple(leaf.shape.as_list())
             described.append((leaf.dtype, dims))
+        elif _is_variable(leaf):
+            described.append((leaf if callable(leaf.value) else leaf.value).ref())
         else:
             described.append(_Leaf(type(leaf), leaf))
     return shape, tuple(described)
@@ -504,6 +516,11 @@ def _key(structure: Any, leaves: Sequence[Any], places: Sequence[int]) -> Any:
 
 def _is_array(leaf: Any) -> bool:
     return hasattr(leaf, "__array__") and not tf.is_tensor(leaf) and not hasattr(leaf, "assign")
+
+
+def _is_variable(leaf: Any) -> bool:
+    """Whether it is a tf.Variable or a keras.Variable: the function uses it, like one outside."""
+    return hasattr(leaf, "handle") and hasattr(leaf, "assign")
 
 
 def _is_differentiable(tensor: Any) -> bool:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Number
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import tensorflow as tf
 
 from optckpt.budget import AnyBudget, Budget, DeviceBudgets, parse_budget
@@ -54,7 +57,13 @@ class Request:
         settings = find_config(config)
         if checkpoints is None and strategy is None:
             checkpoints = settings.checkpoints
-        chosen = _checkpoint_strategy(checkpoints) or _known(strategy or settings.strategy)
+        chosen = _checkpoint_strategy(checkpoints) or _known(
+            settings.strategy if strategy is None else strategy
+        )
+        if on_plan is not None and not callable(on_plan):
+            raise OptckptError(
+                f"on_plan= takes a function to be called with the plan, got {shown(on_plan)}"
+            )
         check_price(budget, max_overhead)
         if budget is None and max_overhead is None:
             budget = settings.budget
@@ -75,6 +84,44 @@ class Request:
     def budget_on(self, device: str) -> Budget | None:
         """The budget of a device. Raises BudgetError if there are others, but none for it."""
         return self.budget.on(device) if isinstance(self.budget, DeviceBudgets) else self.budget
+
+
+def calibrated(calibrate: bool | None, request: Request) -> bool:
+    """Whether a step is to be calibrated: as the argument says, or else the configuration.
+
+    Raises:
+        OptckptError: if the argument is no truth value, or several devices have budgets.
+    """
+    if calibrate is not None and not isinstance(calibrate, bool):
+        raise OptckptError(
+            f"calibrate= takes True, False or None (as the configuration says), got "
+            f"{shown(calibrate)}"
+        )
+    wanted = request.settings.memory.calibrate if calibrate is None else calibrate
+    if wanted and isinstance(request.budget, DeviceBudgets) and len(request.budget.by_device) > 1:
+        raise OptckptError(
+            "calibrate= measures one device, and the budget names several: give one budget, or "
+            "calibrate=False and a larger memory.margin"
+        )
+    return wanted
+
+
+def check_tensors(value: Any, what: str) -> None:
+    """Raise OptckptError if `value`, called `what`, is no nested structure of tensors."""
+    for leaf in tf.nest.flatten(value):
+        if not tf.is_tensor(leaf) and not isinstance(leaf, Number | np.ndarray | np.generic):
+            raise OptckptError(
+                f"{what} takes tensors or variables, in any nested structure, got {shown(leaf)}"
+            )
+
+
+def shown(value: Any) -> str:
+    """A wrong argument for people: its value if that says enough, else its type."""
+    if value is None or isinstance(value, str | bytes | Number):
+        return reprlib.repr(value)
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    return f"a {type(value).__name__}"
 
 
 def _checkpoint_strategy(checkpoints: Checkpoints | None) -> str | None:

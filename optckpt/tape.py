@@ -12,7 +12,7 @@ from optckpt.budget import Budget
 from optckpt.config import Config
 from optckpt.errors import CaptureError
 from optckpt.frontends.tf_traced import as_traced
-from optckpt.request import Checkpoints, Request
+from optckpt.request import Checkpoints, Request, check_tensors
 from optckpt.schedule import Plan
 from optckpt.solvers.registry import Strategy
 from optckpt.step import plan_gradients
@@ -83,6 +83,8 @@ class GradientTape(tf.GradientTape):  # type: ignore[misc]
         """
         _refuse_eager()
         refuse_xla()
+        check_tensors(target, "target")
+        check_tensors(sources, "sources")
         with as_traced(tf.compat.v1.get_default_graph()):
             result = super().gradient(target, sources, output_gradients, unconnected_gradients)
         plan_gradients(target, result, self._request)

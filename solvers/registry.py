@@ -152,7 +152,7 @@ def solve(
         ScheduleError: if the strategy returned a schedule that cannot be executed.
         OptckptError: if the strategy is unknown, or claims what the simulation contradicts.
     """
-    run = get(strategy) if isinstance(strategy, str) else strategy
+    run = get(strategy) if isinstance(strategy, str) else _checked(strategy)
     solution = _within_repeat_limits(graph, budget, run, options or SolveOptions())
     cert = solution.certificate
     if solution.schedule is None:
@@ -170,6 +170,21 @@ def solve(
             f"{result.overhead}; this is a fault of the strategy"
         )
     return solution
+
+
+def _checked(strategy: Strategy) -> Strategy:
+    """A caller's own strategy, whose answer is looked at."""
+
+    def run(graph: TrainingGraph, budget: int | None, options: SolveOptions) -> Solution:
+        answer: object = strategy(graph, budget, options)
+        if not isinstance(answer, Solution):
+            raise OptckptError(
+                f"strategy {getattr(strategy, '__name__', 'custom')!r} returned a "
+                f"{type(answer).__name__}: a strategy returns a Solution"
+            )
+        return answer
+
+    return run
 
 
 def _within_repeat_limits(
