@@ -458,11 +458,9 @@ def test_budget_is_kept_at_the_size_seen_and_below(way):
     now = tf.config.experimental.get_memory_info("CPU:0")["current"]
     budget = now + (plain_peak - now) * 6 // 10
     plans = []
-    # The margin is for what other tests have made of the allocator's free memory.
     settings = config(
         solver={"time_limit": 3},
         sizes={"batch": BATCH} if way == "declared" else {},
-        memory={"margin": 0.1},
     )
 
     def budgeted(x, y):

@@ -33,7 +33,7 @@ DEVICE = "CPU:0"
 QUICK = Config.model_validate(
     {
         "costs": {"model": "flops"},
-        "solver": {"time_limit": 2.0, "gap": 0.2, "threads": 1},
+        "solver": {"time_limit": 8.0, "gap": 0.2, "threads": 1},
         "plans": {"cache": False},
     }
 )
@@ -320,7 +320,7 @@ def check(row: Row) -> Budgeted:
     _assert_same("outputs", got_outputs, outputs, row.tolerance)
     _assert_same("state", got_state, state, row.tolerance)
     assert len(got_peaks) == len(peaks) >= STEPS - 1
-    assert 0 < max(got_peaks) <= way.budget
+    assert 0 < max(got_peaks) <= way.budget, [p.predicted_peak for p in way.plans]
     assert len(way.plans) == row.plans
     assert max(p.predicted_peak for p in way.plans) <= way.budget
     again = [len(p.schedule) - len(set(p.schedule.executions)) for p in way.plans]
