@@ -25,11 +25,12 @@ from typing import Any
 import tensorflow as tf
 
 from optckpt.errors import CaptureError, UnknownSizeError
-from optckpt.frontends.tf_build import CPU_COUNT_FROM, Build
+from optckpt.frontends.tf_build import Build
 from optckpt.frontends.tf_capture import Capture, Past
 from optckpt.frontends.tf_copy import Shapes
 from optckpt.frontends.tf_data_sizes import Values
 from optckpt.frontends.tf_devices import Devices, shares
+from optckpt.frontends.tf_finish import CPU_COUNT_FROM
 from optckpt.frontends.tf_nodes import Node, Nodes, ancestors
 from optckpt.frontends.tf_ops import METADATA, RESIDENT, views
 from optckpt.frontends.tf_order import execution_order, outside_consumers

@@ -1,10 +1,8 @@
-"""Operations in order become buffers and units: a `Capture`."""
+"""Operations in order become units and buffers, and these a `Capture`."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import tensorflow as tf
@@ -12,56 +10,20 @@ import tensorflow as tf
 from optckpt.frontends import tf_onednn, tf_ops
 from optckpt.frontends.tf_capture import SIBLING, Capture, ViewChain
 from optckpt.frontends.tf_devices import Devices
-from optckpt.frontends.tf_inner import Holders, Inside, look_inside
+from optckpt.frontends.tf_finish import finished
+from optckpt.frontends.tf_inner import Holders
 from optckpt.frontends.tf_nodes import Node
 from optckpt.frontends.tf_purity import Purity, Variables, may_hold_list
 from optckpt.frontends.tf_resident import Residents
 from optckpt.frontends.tf_shapes import Sizes
+from optckpt.frontends.tf_units import Built, TensorBuffer, Unit
 from optckpt.frontends.tf_versions import Versions
-from optckpt.graph import Buffer, Operation, TrainingGraph
-from optckpt.schedule import Schedule
-from optckpt.simulate import simulate
-
-log = logging.getLogger("optckpt.frontends.tensorflow")
-
-CPU_COUNT_FROM = 256 * 1024
-"""TensorFlow's CPU allocator (oneDNN build) hands smaller blocks to malloc, uncounted."""
-GPU_ROUNDING = 256
 
 # An operation that waits for more units than this becomes a junction: a unit of its own, so that
 # what comes after it waits for one unit instead of for all of them.
 _JUNCTION = 32
 
 _NOTHING: frozenset[int] = frozenset()
-
-
-@dataclass(slots=True)
-class _Unit:
-    """What becomes an `Operation`; see there and in `Capture` for what is not explained here."""
-
-    group: tuple[Node, ...]
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
-    inplace: tuple[int, ...]
-    after: tuple[int, ...]
-    forward: bool
-    repeatable: bool
-    chained: bool
-    movable: bool
-    internal: int
-    """Bytes, of blocks of all sizes."""
-    away: bool
-    """Whether it runs on another device than the one that is planned for."""
-
-
-@dataclass(slots=True)
-class _Buffer:
-    tensor: tf.Tensor
-    size: int
-    """Bytes, of blocks of all sizes."""
-    pieces: int
-    """In how many blocks of equal size it is."""
-    producer: int
 
 
 class Build:
@@ -104,8 +66,8 @@ class Build:
         """id(tensor) -> buffers that its own buffer is charged with, too."""
         self._ignored: list[tuple[tf.Operation, int]] = []
         self._plain_reads: list[tuple[int, int]] = []
-        self._buffers: list[_Buffer] = []
-        self._units: list[_Unit] = []
+        self._buffers: list[TensorBuffer] = []
+        self._units: list[Unit] = []
         self._pinned: set[int] = set()
         self._unit_of: dict[tf.Operation, int] = {}
         self._overwrites: dict[tf.Operation, set[int]] = {}
@@ -308,7 +270,7 @@ class Build:
             size = self._size(t) + tf_onednn.hidden_bytes(t.op)
             copied = self._copied.get(id(t), ())
             pieces = self._sizes.pieces(t) + sum(self._buffers[b].pieces for b in copied)
-            self._buffers.append(_Buffer(t, size, pieces, u))
+            self._buffers.append(TensorBuffer(t, size, pieces, u))
         for node in group:
             for source, t in self._holders.passed(node):
                 self._share(source, t, ())
@@ -317,7 +279,7 @@ class Build:
             self._join_siblings(node, u)
         forward = not outside and all(node in self._forward for node in group)
         self._units.append(
-            _Unit(
+            Unit(
                 group=group,
                 reads=reads,
                 writes=tuple(range(first, len(self._buffers))),
@@ -355,36 +317,6 @@ class Build:
         # A reference variable may have been changed in place by the time.
         return self._purity.of(node.op) and not any(map(self._residents.is_reference, node.inputs))
 
-    def _written_later(self) -> list[tuple[tf.Operation, ...] | None]:
-        """For each unit the operations that change what its functions read of variables, if these
-        are known and are part of the step."""
-        found: list[tuple[tf.Operation, ...] | None] = []
-        for unit in self._units:
-            writers: Sequence[tf.Operation] | None = ()
-            if unit.repeatable and tf_ops.is_call(unit.group[0].op):
-                writers = self._variables.written_later(unit.group[0].op)
-            found.append(None if writers is None else tuple(writers))
-        return found
-
-    def _units_after(self, op: tf.Operation) -> set[int] | None:
-        """The units that execute `op` or wait for it; None if it is not part of the step."""
-        if op in self._unit_of:
-            return {self._unit_of[op]}
-        waiting: set[Node] = set()
-        units: set[int] = set()
-        for group in self._order:
-            for node in group:
-                if node.op is op:
-                    waiting.add(node)
-                elif waiting and not waiting.isdisjoint(
-                    (*node.makers, *node.control_inputs, *node.effects)
-                ):
-                    if node.op in self._unit_of:
-                        units.add(self._unit_of[node.op])
-                    else:
-                        waiting.add(node)
-        return units if waiting else None
-
     def _inplace(self, group: tuple[Node, ...], writes: list[tf.Tensor]) -> tuple[int, ...]:
         if len(group) > 1 or not writes:
             return ()
@@ -410,151 +342,22 @@ class Build:
         name: str,
     ) -> Capture:
         """The capture; arguments as those of `optckpt.frontends.tensorflow.capture`."""
-        device = self._device
-        on_gpu = "CPU" not in device
-        elsewhere = [unit.away for unit in self._units]
-        # What others have made is here until it has been read here.
-        received = {b for unit in self._units if not unit.away for b in unit.reads}
-        buffers_out = (self._views[id(t)][0] for t in outputs if id(t) in self._views)
-        held = tuple(
-            dict.fromkeys(b for b in buffers_out if not elsewhere[self._buffers[b].producer])
-        )
-        # Whoever holds an output holds the tensor of the original execution.
-        self._pinned.update(self._buffers[b].producer for b in held)
-        members = tuple(node.op for group in self._order for node in group)
-        running = set(members)
-        resident = self._residents.blocks(running)
-        folded = self._residents.folded(running)
-        overwritten: list[set[int]] = [set() for _ in self._units]
-        for op, units in self._overwrites.items():
-            if op in self._unit_of:
-                overwritten[self._unit_of[op]] |= units - {self._unit_of[op]}
-        changed: set[int] = set()
-        written_later = self._written_later()
-        for u, writers in enumerate(written_later):
-            after = [self._units_after(op) for op in writers or ()]
-            if writers is None or any(units is None for units in after):
-                changed.add(u)
-                written_later[u] = ()
-            overwritten[u] |= {v for units in after for v in units or () if v != u}
-
-        def repeatable(u: int) -> bool:
-            unit = self._units[u]
-            return (
-                unit.repeatable and not elsewhere[u] and u not in self._pinned and u not in changed
-            )
-
-        operations = [
-            Operation(
-                name=unit.group[0].op.name,
-                kind="+".join(node.kind for node in unit.group),
-                seconds=0.0,
-                reads=unit.reads,
-                writes=unit.writes,
-                inplace=unit.inplace,
-                forward=unit.forward,
-                repeatable=repeatable(u),
-                after=unit.after,
-                repeat_before=tuple(sorted(overwritten[u])) if repeatable(u) else (),
-            )
-            for u, unit in enumerate(self._units)
-        ]
-        names = [(b.tensor.name, b.tensor.dtype.name) for b in self._buffers]
-
-        firsts = [unit.group[0].op for unit in self._units]
-
-        def buffers_of(tensor: tf.Tensor) -> list[int]:
-            view = self._views.get(id(tensor))
-            return [*([] if view is None else [view[0]]), *self._holders.of(tensor)]
-
-        def graph(count_from: int) -> tuple[TrainingGraph, tuple[int, ...], dict[int, Inside]]:
-            def counted(size: int, pieces: int = 1) -> int:
-                block = size // max(1, pieces)
-                if block < count_from:
-                    return 0
-                if on_gpu:
-                    block = -(-block // GPU_ROUNDING) * GPU_ROUNDING
-                return block * pieces
-
-            spaces = tuple(0 if unit.away else counted(unit.internal) for unit in self._units)
-            buffers = tuple(
-                Buffer(
-                    label,
-                    0 if elsewhere[b.producer] and i not in received else counted(b.size, b.pieces),
-                    dtype,
-                )
-                for i, (b, (label, dtype)) in enumerate(zip(self._buffers, names, strict=True))
-            )
-            filled, inside = look_inside(
-                [
-                    (first, replace(op, workspace=space) if space else op)
-                    for first, op, space in zip(firsts, operations, spaces, strict=True)
-                ],
-                self._sizes.bodies,
-                buffers_of,
-                [b.size for b in buffers],
-                held,
-                counted,
-            )
-            if not self._alone:
-                pairs = zip(filled, self._units, strict=True)
-                filled = [replace(op, workspace=0) if unit.away else op for op, unit in pairs]
-                inside = {u: found for u, found in inside.items() if not self._units[u].away}
-            return (
-                TrainingGraph(
-                    operations=tuple(filled),
-                    buffers=buffers,
-                    outputs=held,
-                    resident=sum(map(counted, resident)) + sum(map(counted, self._small)),
-                    name=name,
-                ),
-                spaces,
-                inside,
-            )
-
-        if count_from is None:
-            count_from = 0 if on_gpu else CPU_COUNT_FROM
-            built, internal, inside = graph(count_from)
-            if count_from:
-                base = Schedule.base(built)
-                peak = simulate(built, base).peak
-                # What small blocks can add at most; mostly too little for a second graph.
-                small = sum(b.size for b in self._buffers) - sum(b.size for b in built.buffers)
-                small += sum(resident) + sum(self._small) - built.resident
-                small += max((unit.internal for unit in self._units), default=0)
-                if inside or small > peak:
-                    full, all_internal, all_inside = graph(0)
-                    if 2 * peak < simulate(full, base).peak:
-                        count_from, built, internal, inside = 0, full, all_internal, all_inside
-        else:
-            built, internal, inside = graph(count_from)
-        log.debug(
-            "captured %d operations, %d buffers on %s",
-            len(built.operations),
-            len(built.buffers),
-            device,
-        )
-        return Capture(
-            graph=built,
-            tf_graph=tf_graph,
-            members=members,
-            units=tuple(tuple(node.op for node in unit.group) for unit in self._units),
-            tensors=tuple(b.tensor for b in self._buffers),
-            device=device,
-            chained=tuple(
-                unit.chained and not away for unit, away in zip(self._units, elsewhere, strict=True)
-            ),
-            movable=tuple(unit.movable for unit in self._units),
-            away=tuple(elsewhere),
-            internal=internal,
-            inside=inside,
+        built = Built(
+            order=self._order,
+            units=self._units,
+            buffers=self._buffers,
             views=self._views,
-            outputs=outputs,
-            ignored=tuple(self._ignored),
-            plain_reads=tuple(self._plain_reads),
-            resident_blocks=resident,
-            folded=tuple(n for n in folded if n >= count_from),
-            written_later=tuple(writers or () for writers in written_later),
-            count_from=count_from,
-            chain_from=self._sizes.chain_from,
+            holders=self._holders,
+            residents=self._residents,
+            variables=self._variables,
+            sizes=self._sizes,
+            small=self._small,
+            pinned=self._pinned,
+            unit_of=self._unit_of,
+            overwrites=self._overwrites,
+            ignored=self._ignored,
+            plain_reads=self._plain_reads,
+            device=self._device,
+            alone=self._alone,
         )
+        return finished(built, tf_graph, outputs, count_from, name)
