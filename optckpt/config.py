@@ -6,10 +6,8 @@ values of the wrong type are refused with file, line and key.
 
 from __future__ import annotations
 
-import difflib
 import os
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -22,13 +20,13 @@ from pydantic import (
     ValidationError,
     WithJsonSchema,
 )
-from pydantic_core import ErrorDetails
 
 from optckpt.budget import Budget, parse_budget
+from optckpt.config_errors import explain, suggest
 from optckpt.errors import ConfigError
 from optckpt.models.params import AnyModelParams, ResnetCifar10
 from optckpt.solvers import registry
-from optckpt.yaml_lines import KeyPath, dotted, kind_of, read_yaml
+from optckpt.yaml_lines import KeyPath, dotted, read_yaml
 
 ENVIRONMENT_VARIABLE = "OPTCKPT_CONFIG"
 """Names the configuration file to use where none is given."""
@@ -49,7 +47,7 @@ def _check_strategy(value: Any) -> Any:
     if not isinstance(value, str):
         raise ValueError(f"expected the name of a strategy, got {value!r}")
     if value not in known:
-        raise ValueError(f"unknown strategy {value!r}; {_suggest(value, known)}")
+        raise ValueError(f"unknown strategy {value!r}; {suggest(value, known)}")
     return value
 
 
@@ -63,7 +61,7 @@ def _check_checkpoints(value: Any) -> Any:
     modes = get_args(CheckpointMode)
     if isinstance(value, str) and value not in modes:
         raise ValueError(
-            f"unknown mode {value!r}; {_suggest(value, modes)} (a list names tensors to keep)"
+            f"unknown mode {value!r}; {suggest(value, modes)} (a list names tensors to keep)"
         )
     if isinstance(value, list | tuple) and all(isinstance(v, str) for v in value):
         return tuple(value)
@@ -452,9 +450,6 @@ def json_schema() -> dict[str, Any]:
     }
 
 
-# --- Errors for people -----------------------------------------------------------------------
-
-
 def _validate(data: dict[str, Any], source: str, lines: Mapping[KeyPath, int]) -> Config:
     # A section that is there but empty reads as null; it means the defaults.
     data = {
@@ -467,7 +462,7 @@ def _validate(data: dict[str, Any], source: str, lines: Mapping[KeyPath, int]) -
     except ValidationError as e:
         messages = []
         for error in e.errors(include_url=False):
-            path, message = _explain(error, data)
+            path, message = explain(error, data, Config)
             line = next(
                 (lines[path[:n]] for n in range(len(path), 0, -1) if path[:n] in lines), None
             )
@@ -480,62 +475,3 @@ def _validate(data: dict[str, Any], source: str, lines: Mapping[KeyPath, int]) -
 
 
 _NULLABLE = ("budget", "checkpoints")
-
-
-def _explain(error: ErrorDetails, data: Mapping[str, Any]) -> tuple[KeyPath, str]:
-    """The place of a mistake in the file, and a sentence about it."""
-    path: KeyPath = tuple(error["loc"])
-    model = data.get("model")
-    name = model.get("name") if isinstance(model, dict) else None
-    if path[:1] == ("model",) and len(path) > 1 and path[1] == name:
-        path = ("model", *path[2:])  # pydantic inserts the name of the chosen class
-    kind = error["type"]
-    context: Mapping[str, Any] = error.get("ctx", {})
-    value = error["input"]
-    if kind == "extra_forbidden":
-        return path, f"unknown key; {_suggest(str(path[-1]), _keys(path[:-1], name))}"
-    if kind == "union_tag_invalid":
-        return (*path, "name"), f"unknown model {name!r}; {_suggest(str(name), _model_names())}"
-    if kind == "union_tag_not_found":
-        return path, f"needs a name, one of {', '.join(_model_names())}"
-    if kind in ("value_error", "assertion_error"):
-        return path, str(context.get("error", error["msg"]))
-    if kind in ("model_type", "model_attributes_type", "dict_type"):
-        return path, f"expected a section with keys below it, got {kind_of(value)}"
-    if kind == "literal_error":
-        choices = re.findall(r"'([^']*)'", str(context.get("expected", "")))
-        return path, f"unknown value {value!r}; {_suggest(str(value), choices)}"
-    nouns = {"int": "a whole number", "float": "a number", "bool": "true or false"}
-    nouns |= {"string": "text", "str": "text", "tuple": "a list", "list": "a list"}
-    noun = nouns.get(kind.removesuffix("_type"))
-    if kind.endswith("_type") and noun:
-        return path, f"expected {noun}, got {kind_of(value)}"
-    message = error["msg"].removeprefix("Input ").removeprefix("Value error, ")
-    return path, f"{message}, got {kind_of(value)}"
-
-
-def _keys(path: KeyPath, model_name: Any) -> list[str]:
-    if not path:
-        return list(Config.model_fields)
-    if path == ("model",):
-        for cls in _model_classes():
-            if cls.model_fields["name"].default == model_name:
-                return list(cls.model_fields)
-    field = Config.model_fields.get(str(path[0]))
-    section: Any = field.annotation if field and len(path) == 1 else None
-    return list(getattr(section, "model_fields", ()))
-
-
-def _model_classes() -> tuple[type[BaseModel], ...]:
-    union = get_args(AnyModelParams)[0]
-    return tuple(get_args(union))
-
-
-def _model_names() -> list[str]:
-    return [str(c.model_fields["name"].default) for c in _model_classes()]
-
-
-def _suggest(word: str, known: Sequence[str]) -> str:
-    close = [k for k in known if word and k.startswith(word.lower())]
-    close += difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.6)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
