@@ -16,11 +16,12 @@ import tensorflow as tf
 from tensorflow.python.ops import gradients as _gradients_module
 from tensorflow.python.ops import gradients_impl as _gradients_impl
 
+from optckpt.arguments import check_tensors
 from optckpt.budget import AnyBudget
 from optckpt.config import Config
 from optckpt.errors import CaptureError
 from optckpt.frontends.tf_traced import as_traced
-from optckpt.request import Checkpoints, Request, check_tensors
+from optckpt.request import Checkpoints, Request
 from optckpt.schedule import Plan
 from optckpt.solvers.registry import Strategy
 from optckpt.step import plan_gradients

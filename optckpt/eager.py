@@ -9,11 +9,12 @@ from typing import Any
 
 import tensorflow as tf
 
+from optckpt.arguments import shown
 from optckpt.budget import Budget
 from optckpt.calibration import PlannedStep
 from optckpt.config import Config
 from optckpt.errors import CaptureError, OptckptError
-from optckpt.request import Checkpoints, Request, calibrated, shown
+from optckpt.request import Checkpoints, Request, calibrated
 from optckpt.schedule import Plan
 from optckpt.solvers.registry import Strategy
 from optckpt.step import whole_step

@@ -8,27 +8,25 @@ that the second reads are what the part keeps in between; the plan has chosen th
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.eager import record
-from tensorflow.python.framework import ops
-from tensorflow.python.framework.auto_control_deps import op_is_stateful
-from tensorflow.python.ops import handle_data_util, resource_variable_ops
 
 from optckpt import pipeline
+from optckpt.arguments import shown
 from optckpt.backends.tensorflow import rewrite
 from optckpt.budget import Budget
 from optckpt.config import Config
 from optckpt.errors import BudgetError, CaptureError, OptckptError
 from optckpt.frontends.tensorflow import Capture, capture
 from optckpt.graph import TrainingGraph
+from optckpt.halves import Halves, Trace, call_halves, components, cut, is_differentiable
 from optckpt.planner import check_fits, make_plan
-from optckpt.request import Checkpoints, Request, shown
+from optckpt.request import Checkpoints, Request
 from optckpt.schedule import Plan, Schedule
 from optckpt.simulate import simulate
 from optckpt.sizes import of_inputs
@@ -111,35 +109,6 @@ def budgeted(
     return decorate
 
 
-@dataclass(eq=False)
-class _Trace:
-    """A function with its gradients, as it was traced and rewritten."""
-
-    graph: tf.Graph
-    arguments: list[tf.Tensor]
-    structure: Any
-    """What the function returns."""
-    results: list[tf.Tensor]
-    slopes: list[tf.Tensor]
-    """What the gradients of the floating-point results are read from."""
-    variables: list[tf.Variable]
-    gradients: list[Any]
-    """Of the arguments, then of the variables: tensors, IndexedSlices, Nones."""
-    begin_backward: int
-    """Number of operations that the graph had before there were any gradients."""
-
-
-@dataclass(eq=False)
-class _Halves:
-    """A part that can be called."""
-
-    trace: _Trace
-    forward: Any
-    """Arguments -> results and what is kept."""
-    backward: Any
-    """Arguments, what is kept, slopes -> components of the gradients."""
-
-
 class _Part:
     """A decorated function."""
 
@@ -149,9 +118,9 @@ class _Part:
         self._fn = convert(fn, status, convert_by_default=True)
         self._name = getattr(fn, "__name__", "part")
         self._request = request
-        self._eager: dict[Any, _Halves] = {}
+        self._eager: dict[Any, Halves] = {}
         # What is traced inside of a graph may have to do with that graph.
-        self._in_graphs: weakref.WeakKeyDictionary[tf.Graph, dict[Any, _Halves]] = (
+        self._in_graphs: weakref.WeakKeyDictionary[tf.Graph, dict[Any, Halves]] = (
             weakref.WeakKeyDictionary()
         )
 
@@ -186,11 +155,11 @@ class _Part:
                 return self._fn(*again, **more)
 
             halves = known[key] = self._halves(with_tensors, tensors)
-        results = _apply(halves, tensors)
+        results = call_halves(halves, tensors)
         return tf.nest.pack_sequence_as(halves.trace.structure, results)
 
-    def _halves(self, fn: Decorated, tensors: Sequence[tf.Tensor]) -> _Halves:
-        traces: list[_Trace] = []
+    def _halves(self, fn: Decorated, tensors: Sequence[tf.Tensor]) -> Halves:
+        traces: list[Trace] = []
 
         def both(*given: tf.Tensor) -> None:
             traces.append(self._trace(fn, given))
@@ -198,12 +167,12 @@ class _Part:
         # Its graph is the source of what the halves are made of; it is never called itself.
         tf.function(both, autograph=False).get_concrete_function(*tensors)
         trace = traces[-1]
-        return _cut(trace, self._name)
+        return cut(trace, self._name)
 
-    def _trace(self, fn: Decorated, given: Sequence[tf.Tensor]) -> _Trace:
+    def _trace(self, fn: Decorated, given: Sequence[tf.Tensor]) -> Trace:
         graph = tf.compat.v1.get_default_graph()
         with tf.GradientTape() as tape:
-            tape.watch([t for t in given if _is_differentiable(t)])
+            tape.watch([t for t in given if is_differentiable(t)])
             structure = fn(*given)
         results = tf.nest.flatten(structure)
         for t in results:
@@ -214,24 +183,24 @@ class _Part:
                 )
         results = [tf.convert_to_tensor(t) if t.graph is graph else tf.identity(t) for t in results]
         begin = len(graph.get_operations())
-        ys = [t for t in results if _is_differentiable(t)]
+        ys = [t for t in results if is_differentiable(t)]
         slopes = [tf.compat.v1.placeholder(t.dtype, t.shape) for t in ys]
         variables = list(tape.watched_variables())
         sources = [*given, *variables]
         gradients: list[Any] = [None] * len(sources)
         if ys:
-            wanted = [i for i, s in enumerate(sources) if _is_differentiable(s)]
+            wanted = [i for i, s in enumerate(sources) if is_differentiable(s)]
             found = tape.gradient(ys, [sources[i] for i in wanted], output_gradients=slopes)
             for i, g in zip(wanted, found, strict=True):
                 gradients[i] = g
-        trace = _Trace(graph, list(given), structure, results, slopes, variables, gradients, begin)
+        trace = Trace(graph, list(given), structure, results, slopes, variables, gradients, begin)
         self._refuse_captures(graph)
         self._plan(trace, ys)
         return trace
 
-    def _plan(self, trace: _Trace, ys: Sequence[tf.Tensor]) -> None:
+    def _plan(self, trace: Trace, ys: Sequence[tf.Tensor]) -> None:
         """Rewrite the traced graph within the budget."""
-        gradients = _components(trace.gradients)
+        gradients = components(trace.gradients)
         # An argument or a slope that is passed on is not computed.
         computed = [g for g in gradients if g.op.type != "Placeholder"]
         if not computed:
@@ -242,7 +211,7 @@ class _Part:
             trace.graph,
             ys,
             computed,
-            keep=[t for t in trace.results if not _is_differentiable(t)],
+            keep=[t for t in trace.results if not is_differentiable(t)],
             count_from=settings.memory.count_from,
             chain_from=settings.memory.chain_from,
             shapes=of_inputs(trace.graph, settings),
@@ -296,7 +265,7 @@ class _Part:
 
     def _refuse_captures(self, graph: tf.Graph) -> None:
         for outer, _ in graph.captures:
-            if isinstance(outer, tf.Tensor) and hasattr(outer, "op") and _is_differentiable(outer):
+            if isinstance(outer, tf.Tensor) and hasattr(outer, "op") and is_differentiable(outer):
                 raise CaptureError(
                     f"{self._name!r} has a budget of its own and takes tensor {outer.name!r} from "
                     "the tf.function around it, to which no gradient would flow: pass it as an "
@@ -344,150 +313,6 @@ def kept_longer(graph: TrainingGraph, schedule: Schedule, backward: frozenset[in
     return highest - simulated.peak
 
 
-def _apply(halves: _Halves, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    trace = halves.trace
-
-    @tf.custom_gradient  # type: ignore[untyped-decorator]
-    def call(*given: tf.Tensor) -> Any:
-        # The halves are not to be differentiated: that would keep all that they compute.
-        with record.stop_recording():
-            outputs = halves.forward(*given)
-        results, kept = outputs[: len(trace.results)], outputs[len(trace.results) :]
-        for v in trace.variables:
-            resource_variable_ops.variable_accessed(v)
-
-        def grad(*slopes: Any, variables: Any = None) -> Any:
-            mine = [
-                tf.zeros_like(y) if s is None else s
-                for y, s in zip(results, slopes, strict=True)
-                if _is_differentiable(y)
-            ]
-            gradients = _packed(trace.gradients, halves.backward(*given, *kept, *mine))
-            of_arguments = gradients[: len(given)]
-            if variables is None:
-                return of_arguments
-            of = {v.ref(): g for v, g in zip(trace.variables, gradients[len(given) :], strict=True)}
-            return of_arguments, [of.get(v.ref()) for v in variables]
-
-        return results, grad
-
-    found: list[tf.Tensor] = list(call(*tensors))
-    return found
-
-
-# --- Cutting ------------------------------------------------------------------------------------
-
-
-def _cut(trace: _Trace, name: str) -> _Halves:
-    """The two halves of a rewritten trace, as functions."""
-    index = {op: i for i, op in enumerate(trace.graph.get_operations())}
-    before = list(index)[: trace.begin_backward]
-    roots = [t.op for t in trace.results] + [op for op in before if _has_effect(op)]
-    first = _closure(roots, set(), index)
-    for t in trace.slopes:
-        if t.op in first:
-            raise CaptureError(
-                f"{name!r} cannot be cut between its forward and its backward pass: operation "
-                f"{t.op.name!r} of the backward pass comes first"
-            )
-    gradients = _components(trace.gradients)
-    roots = [g.op for g in gradients]
-    roots += [op for op in index if _has_effect(op) and op not in first and op not in before]
-    second = _closure(roots, set(first), index)
-    # Constants are not worth keeping.
-    there = {id(t) for t in (*trace.arguments, *trace.slopes, *_captured(trace.graph))}
-    read = {id(t): t for op in second for t in op.inputs if t.op in first}
-    read |= {id(t): t for t in gradients if t.op in first}
-    constants = {t.op for t in read.values() if t.op.type == "Const"}
-    kept = [t for t in read.values() if t.op not in constants and id(t) not in there]
-    rest = [*constants, *second]
-
-    def forward(*given: tf.Tensor) -> list[tf.Tensor]:
-        known = _inputs(trace.graph, trace.arguments, given)
-        _copy(first, known, trace.graph)
-        return [known[id(t)] for t in (*trace.results, *kept)]
-
-    def backward(*given: tf.Tensor) -> list[tf.Tensor]:
-        inputs = (*trace.arguments, *kept, *trace.slopes)
-        known = _inputs(trace.graph, inputs, given)
-        _copy(rest, known, trace.graph)
-        return [known[id(t)] for t in gradients]
-
-    def function(half: Any, inputs: Sequence[tf.Tensor]) -> Any:
-        # Inlined into the function around, its operations would mingle with others.
-        alone = {"_noinline": True}
-        made = tf.function(half, autograph=False, experimental_attributes=alone)
-        return made.get_concrete_function(*(tf.TensorSpec(t.shape, t.dtype) for t in inputs))
-
-    return _Halves(
-        trace,
-        function(forward, trace.arguments),
-        function(backward, (*trace.arguments, *kept, *trace.slopes)),
-    )
-
-
-def _closure(
-    roots: Iterable[tf.Operation], known: set[tf.Operation], index: Mapping[tf.Operation, int]
-) -> dict[tf.Operation, None]:
-    """`roots` and all that they wait for, but for `known`, in an order in which they may run."""
-    order: dict[tf.Operation, None] = {}
-    entered = set(known)
-    stack = [(op, False) for op in sorted(set(roots), key=index.__getitem__, reverse=True)]
-    while stack:
-        op, done = stack.pop()
-        if done:
-            order[op] = None
-        elif op not in entered:
-            entered.add(op)
-            stack.append((op, True))
-            above = {t.op for t in op.inputs} | set(op.control_inputs)
-            stack += [(p, False) for p in sorted(above - entered, key=lambda p: -index[p])]
-    return order
-
-
-def _captured(graph: tf.Graph) -> list[tf.Tensor]:
-    return [inner for _, inner in graph.captures]
-
-
-def _inputs(
-    source: tf.Graph, inputs: Sequence[tf.Tensor], given: Sequence[tf.Tensor]
-) -> dict[int, tf.Tensor]:
-    """id(tensor of `source`) -> what stands for it in the graph that is being traced."""
-    graph = tf.compat.v1.get_default_graph()
-    known = {id(inner): graph.capture(outer) for outer, inner in source.captures}
-    return known | {id(t): g for t, g in zip(inputs, given, strict=True)}
-
-
-def _copy(
-    operations: Iterable[tf.Operation], known: dict[int, tf.Tensor], source: tf.Graph
-) -> None:
-    """Copy operations into the graph that is being traced; `known` gets their outputs."""
-    graph = tf.compat.v1.get_default_graph()
-    for function in source._functions.values():
-        graph._add_function_recursive(function)
-    made: dict[tf.Operation, tf.Operation] = {}
-    for op in operations:
-        if all(id(t) in known for t in op.outputs) and op.outputs:
-            continue
-        definition = op.node_def
-        definition.name = graph.unique_name(op.name)
-        del definition.input[:]
-        definition.attr.pop("_class", None)
-        new = ops.Operation.from_node_def(
-            definition,
-            graph,
-            inputs=[known[id(t)] for t in op.inputs],
-            output_types=None,
-            control_inputs=[made[p] for p in op.control_inputs if p in made],
-            op_def=op.op_def,
-        )
-        made[op] = new
-        for old, t in zip(op.outputs, new.outputs, strict=True):
-            t.set_shape(old.shape)
-            handle_data_util.copy_handle_data(old, t)
-            known[id(old)] = t
-
-
 # --- Tensors -----------------------------------------------------------------------------------
 
 
@@ -521,31 +346,3 @@ def _is_array(leaf: Any) -> bool:
 def _is_variable(leaf: Any) -> bool:
     """Whether it is a tf.Variable or a keras.Variable: the function uses it, like one outside."""
     return hasattr(leaf, "handle") and hasattr(leaf, "assign")
-
-
-def _is_differentiable(tensor: Any) -> bool:
-    return bool(tensor.dtype.is_floating or tensor.dtype.is_complex)
-
-
-def _has_effect(op: tf.Operation) -> bool:
-    return bool(op_is_stateful(op)) and op.type not in ("ReadVariableOp", "Placeholder")
-
-
-def _components(gradients: Iterable[Any]) -> list[tf.Tensor]:
-    """The tensors of gradients, each once."""
-    found: dict[int, tf.Tensor] = {}
-    for g in tf.nest.flatten(list(gradients), expand_composites=True):
-        if g is not None:
-            found[id(g)] = g
-    return list(found.values())
-
-
-def _packed(like: Sequence[Any], tensors: Sequence[tf.Tensor]) -> list[Any]:
-    """Tensors for the `_components` of `like`, in its structure."""
-    given = {id(t): new for t, new in zip(_components(like), tensors, strict=True)}
-
-    def stand_in(g: Any) -> Any:
-        return None if g is None else given[id(g)]
-
-    packed: list[Any] = tf.nest.map_structure(stand_in, list(like), expand_composites=True)
-    return packed

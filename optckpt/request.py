@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from numbers import Number
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import tensorflow as tf
 
+from optckpt.arguments import shown
 from optckpt.budget import AnyBudget, Budget, DeviceBudgets, parse_budget
 from optckpt.config import Config, find_config
 from optckpt.errors import OptckptError, PlanError
@@ -104,24 +102,6 @@ def calibrated(calibrate: bool | None, request: Request) -> bool:
             "calibrate=False and a larger memory.margin"
         )
     return wanted
-
-
-def check_tensors(value: Any, what: str) -> None:
-    """Raise OptckptError if `value`, called `what`, is no nested structure of tensors."""
-    for leaf in tf.nest.flatten(value):
-        if not tf.is_tensor(leaf) and not isinstance(leaf, Number | np.ndarray | np.generic):
-            raise OptckptError(
-                f"{what} takes tensors or variables, in any nested structure, got {shown(leaf)}"
-            )
-
-
-def shown(value: Any) -> str:
-    """A wrong argument for people: its value if that says enough, else its type."""
-    if value is None or isinstance(value, str | bytes | Number):
-        return reprlib.repr(value)
-    if isinstance(value, type):
-        return f"the class {value.__name__}"
-    return f"a {type(value).__name__}"
 
 
 def _checkpoint_strategy(checkpoints: Checkpoints | None) -> str | None:

@@ -8,11 +8,12 @@ from typing import Any, NoReturn
 
 import tensorflow as tf
 
+from optckpt.arguments import check_tensors
 from optckpt.budget import Budget
 from optckpt.config import Config
 from optckpt.errors import CaptureError
 from optckpt.frontends.tf_traced import as_traced
-from optckpt.request import Checkpoints, Request, check_tensors
+from optckpt.request import Checkpoints, Request
 from optckpt.schedule import Plan
 from optckpt.solvers.registry import Strategy
 from optckpt.step import plan_gradients
