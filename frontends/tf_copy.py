@@ -8,7 +8,6 @@ and what puts something into lists and optionals (`optckpt.frontends.tf_elements
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
@@ -33,6 +32,7 @@ from optckpt.frontends.tf_elements import (
     write_shapes,
 )
 from optckpt.frontends.tf_functions import BRANCHES, LOOPS, function_graph, function_names
+from optckpt.frontends.tf_sized import SizedFuncGraph, SizedFunction, SizedGraph
 from optckpt.frontends.tf_traced import carry_changes, changes
 
 Shapes = Mapping[int, tf.TensorShape]
@@ -76,44 +76,6 @@ def copied(
     return copy
 
 
-@dataclass(frozen=True, eq=False)
-class _Function:
-    """A function of the copied graph, as `tf.Graph._get_function` returns them."""
-
-    name: str
-    graph: Any
-    live: tf.Graph
-
-    @property
-    def cached_definition(self) -> Any:
-        """The definition; it does not depend on sizes."""
-        return tf_ops.function_def(self.live, self.name)
-
-
-class _Lookup:
-    """Finds the functions of a copied graph: copied, or else those of the graph itself."""
-
-    live: tf.Graph
-    sized: dict[str, _Function]
-
-    def _get_function(self, name: str | bytes) -> Any:
-        text = name.decode() if isinstance(name, bytes) else name
-        level = self.live
-        found = self.sized.get(text)
-        while found is None and level is not None:
-            found = level._get_function(text)
-            level = getattr(level, "outer_graph", None)
-        return found
-
-
-class _SizedFuncGraph(_Lookup, FuncGraph):  # type: ignore[misc]
-    pass
-
-
-class _SizedGraph(_Lookup, tf.Graph):  # type: ignore[misc]
-    pass
-
-
 class Copy:
     """A copy in the making; see `copied`."""
 
@@ -137,9 +99,9 @@ class Copy:
         self._only = None if among is None else _ancestors(among)
         self.graph: Any
         if isinstance(live, FuncGraph):
-            self.graph = _SizedFuncGraph(live.name)
+            self.graph = SizedFuncGraph(live.name)
         else:
-            self.graph = _SizedGraph()
+            self.graph = SizedGraph()
         self.graph.live = live
         self.graph.sized = {}
         # In a body, which nobody rewrites, what is known may take the place of what is computed.
@@ -148,7 +110,7 @@ class Copy:
         self._scopes: set[str] = set()
         self._seen: set[str] = set()
         self._late: list[tuple[str, str]] = []
-        self._functions: dict[str, list[tuple[Any, _Function]]] = {}
+        self._functions: dict[str, list[tuple[Any, SizedFunction]]] = {}
         self.copies: dict[tf.Operation, tf.Operation] = {}
         """Operation -> its copy."""
 
@@ -421,7 +383,7 @@ class Copy:
         found = next((f for k, f in known if k == key), None)
         if found is None:
             mine = f"{name}_sized_{len(known)}" if known else name
-            found = _Function(name, self._copied(graph, arguments), self._live)
+            found = SizedFunction(name, self._copied(graph, arguments), self._live)
             self.graph.sized[mine] = found
             known.append((key, found))
         mine = next(n for n, f in self.graph.sized.items() if f is found)

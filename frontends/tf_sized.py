@@ -1,0 +1,49 @@
+"""Graphs whose functions are copied at the sizes of their arguments, and found by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.framework.func_graph import FuncGraph
+
+from optckpt.frontends import tf_ops
+
+
+@dataclass(frozen=True, eq=False)
+class SizedFunction:
+    """A function of the copied graph, as `tf.Graph._get_function` returns them."""
+
+    name: str
+    graph: Any
+    live: tf.Graph
+
+    @property
+    def cached_definition(self) -> Any:
+        """The definition; it does not depend on sizes."""
+        return tf_ops.function_def(self.live, self.name)
+
+
+class _Lookup:
+    """Finds the functions of a copied graph: copied, or else those of the graph itself."""
+
+    live: tf.Graph
+    sized: dict[str, SizedFunction]
+
+    def _get_function(self, name: str | bytes) -> Any:
+        text = name.decode() if isinstance(name, bytes) else name
+        level = self.live
+        found = self.sized.get(text)
+        while found is None and level is not None:
+            found = level._get_function(text)
+            level = getattr(level, "outer_graph", None)
+        return found
+
+
+class SizedFuncGraph(_Lookup, FuncGraph):  # type: ignore[misc]
+    pass
+
+
+class SizedGraph(_Lookup, tf.Graph):  # type: ignore[misc]
+    pass
