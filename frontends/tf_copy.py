@@ -401,7 +401,7 @@ class Copy:
             for t in graph.inputs
             if t.dtype not in HANDLES
         }
-        copy = copied(graph, shapes, arguments=known)
+        copy = copied(graph, shapes, arguments=known, bounded=bool(self._bounded))
         made = copy.graph
         made.inputs = [copy.copies[t.op].outputs[t.value_index] for t in graph.inputs]
         made.outputs = [copy.copies[t.op].outputs[t.value_index] for t in graph.outputs]

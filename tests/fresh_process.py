@@ -48,13 +48,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         ensure_running()
 
 
-def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     if not _own(item):
         return None
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     for report in _run(item):
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    # What the test before has left set up here for this one.
+    item.session._setupstate.teardown_exact(nextitem)
     return True
 
 

@@ -70,6 +70,7 @@ class TestInterface:
 
         assert len(both(step)) == 1
 
+    @pytest.mark.fresh_process
     def test_peak_of_the_allocator(self):
         ws = weights(12)
         x = tf.random.stateless_normal((16384, 64), (1, 2))

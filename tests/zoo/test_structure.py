@@ -98,7 +98,7 @@ def cond(way: Way) -> Trial:
     return fit(way.keras(model), X, Y, batch=BATCH)
 
 
-@zoo.row("gradients", "tf.switch_case: another branch in each step", 0.8, margin=0.2)
+@zoo.row("gradients", "tf.switch_case: another branch in each step", 0.8)
 def switch_case(way: Way) -> Trial:
     ws, inner = squares(5), squares(3, 9)
     variables = [*ws, *inner]
@@ -183,7 +183,7 @@ def functions_inlined(way: Way) -> Trial:
     return called_functions(way)
 
 
-@zoo.row("whole_step", "layers in tf.functions marked as _noinline", 0.75, margin=0.1)
+@zoo.row("whole_step", "layers in tf.functions marked as _noinline", 0.75)
 def functions_kept(way: Way) -> Trial:
     return called_functions(way, experimental_attributes={"_noinline": True})
 
