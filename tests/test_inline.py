@@ -171,6 +171,41 @@ def test_what_no_gradient_can_be_foreseen_of_stays_a_call():
         assert_same([t.numpy() for t in got], [t.numpy() for t in expected])
 
 
+def test_loops_and_branches_run_though_nobody_needs_them():
+    w = tf.Variable(normal(4, 4))
+
+    @tf.function(autograph=False)
+    def inner(x):
+        tf.while_loop(lambda i, h: i < 2, lambda i, h: (i + 1, tf.tanh(h) * x), [0, x])
+        tf.cond(tf.reduce_sum(x) > 0, lambda: tf.sin(x), lambda: x)
+        tf.cos(x)
+        return x @ w
+
+    function = tf.function(lambda x: inner(x) * 2.0, autograph=False)
+    graph = assert_inlined(function, tf.constant(normal(4, 4)), xs=[w])
+    kinds = {op.type for op in graph.get_operations()}
+    assert {"StatelessWhile", "StatelessIf"} <= kinds
+    assert "Cos" not in kinds
+
+
+def test_results_that_nobody_needs_are_not_waited_for():
+    """Else they would hold what sums read, which would add in another order."""
+    count = tf.Variable(0.0)
+
+    @tf.function(autograph=False)
+    def inner(x):
+        count.assign(1.0)
+        return tf.sin(x), tf.cos(x)
+
+    @tf.function(autograph=False)
+    def function(x):
+        y, _ = inner(x)
+        return y, count + 1.0
+
+    graph = assert_inlined(function, tf.constant([1.0, 2.0]))
+    assert not any(p.type == "Cos" for op in graph.get_operations() for p in op.control_inputs)
+
+
 def test_functions_that_take_gradients_themselves_become_part_of_the_step():
     weights = [weight(256, 256, seed=i) for i in range(5)]
 
@@ -252,8 +287,9 @@ class RandomNetwork:
         return function
 
 
+@pytest.mark.parametrize("watched", [True, False])
 @pytest.mark.parametrize("seed", range(6))
-def test_random_networks_of_functions_are_the_same_in_every_bit(seed):
+def test_random_networks_of_functions_are_the_same_in_every_bit(seed, watched):
     x, ids = tf.constant(normal(4, 16)), tf.constant([1, 5, 1, 2])
 
     def run(inline):
@@ -265,9 +301,11 @@ def test_random_networks_of_functions_are_the_same_in_every_bit(seed):
             graph = tf.compat.v1.get_default_graph()
             with inlined(here(graph)) if inline else contextlib.nullcontext():
                 with tf.GradientTape() as tape:
-                    tape.watch(x)
+                    if watched:
+                        tape.watch(x)
                     loss = network(x, ids)
-                return loss, tape.gradient(loss, [x, *network.xs]), network.count.read_value()
+                xs = [*[x][:watched], *network.xs]
+                return loss, tape.gradient(loss, xs), network.count.read_value()
 
         found = calls(step.get_concrete_function(x, ids).graph)
         assert bool(found) is not inline

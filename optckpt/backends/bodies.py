@@ -12,6 +12,7 @@ from tensorflow.python.ops import handle_data_util
 from optckpt.frontends import tf_ops
 from optckpt.frontends.tf_functions import called_names
 from optckpt.frontends.tf_traced import Reading
+from optckpt.frontends.tf_versions import VARIABLE_READS
 
 _CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 _NEVER = ("_noinline", "_XlaMustCompile", "api_implements", "_implements")
@@ -36,8 +37,10 @@ def can_be_copied(body: Any) -> bool:
 def copied(body: Any, arguments: Sequence[tf.Tensor]) -> dict[int, tf.Tensor]:
     """Add the operations of a function to the default graph, with those of functions it calls.
 
-    Operations that no result needs are left out, as TensorFlow leaves them out when it runs a
-    graph. Nothing is recorded by tapes. O(operations) calls of TensorFlow.
+    Operations that neither results nor effects need are left out, as TensorFlow leaves them out
+    when it runs a graph. It does not leave out loops and branches: these run, needed or not, and
+    hold what they read, on which the order of sums depends (see `optckpt.frontends.tf_sums`).
+    Nothing is recorded by tapes. O(operations) calls of TensorFlow.
 
     Args:
         body: the function's graph.
@@ -57,7 +60,8 @@ class _Copy:
         """Operation -> what has to be waited for in its place."""
         reading = Reading(body)
         ends = list(getattr(body, "control_outputs", ()))
-        needed = set(reading.closure([*(t.op for t in body.outputs), *ends]))
+        anyhow = filter(_runs_anyhow, body.get_operations())
+        needed = set(reading.closure([*(t.op for t in body.outputs), *ends, *anyhow]))
         for op in reading.closure(body.get_operations()):
             if op in needed and op not in self._done:
                 self._add(op)
@@ -72,7 +76,8 @@ class _Copy:
                 with tf.name_scope(op.name):
                     inner = _Copy(function.graph, inputs)
                 found = [inner.made[id(t)] for t in function.graph.outputs[: len(op.outputs)]]
-                self._done[op] = [*(t.op for t in found), *inner.ends]
+                # As where TensorFlow inlines: results that nobody needs must not be waited for.
+                self._done[op] = inner.ends or before
             else:
                 made = self._create(op, inputs)
                 found = made.outputs
@@ -97,6 +102,11 @@ class _Copy:
             if t.dtype in (tf.resource, tf.variant):
                 handle_data_util.copy_handle_data(t, mine)
         return made
+
+
+def _runs_anyhow(op: tf.Operation) -> bool:
+    """Whether TensorFlow runs the operation, or some in what it calls, if nobody needs it."""
+    return tf_ops.is_call(op) or (op._is_stateful and op.type not in VARIABLE_READS)
 
 
 def _device(graph: Any, device: str) -> Any:
