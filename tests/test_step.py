@@ -167,7 +167,8 @@ def check(make: Callable[[Around], tuple[Body, Sequence[Any]]], updates: str = "
     assert_same(found.variables, plain.variables)
     assert len(plain.variables) > 0
     assert all(len(p.schedule) > len(set(p.schedule.executions)) for p in found.plans)
-    assert found.peak <= 1.03 * max(plan.predicted_peak for plan in found.plans) + BYTES
+    # What nothing orders (of the step's last updates, say) may be in memory at the same time.
+    assert found.peak <= 1.03 * max(plan.predicted_peak for plan in found.plans) + 2 * BYTES
     return found
 
 
