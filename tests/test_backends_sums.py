@@ -381,7 +381,7 @@ class RandomSums:
 def test_random_sums_at_unknown_sizes(caplog: pytest.LogCaptureFixture) -> None:
     """Planned for 16 rows, the gradients are those of the plain step at all sizes."""
     compared = 0
-    for seed in (1, 4, 6, 8):
+    for seed in range(6):
         caplog.clear()
         with caplog.at_level(logging.DEBUG, "optckpt.frontends.tf_sums"):
             compared += _at_unknown_sizes(RandomSums(seed), caplog)

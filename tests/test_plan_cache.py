@@ -528,6 +528,7 @@ def traced(folder: Path, layers: int = 8) -> optckpt.Plan:
     return optckpt.last_plan()
 
 
+@pytest.mark.fresh_process
 def test_a_step_that_is_traced_again_is_not_solved_again(tmp_path, solves, caplog):
     caplog.set_level(logging.INFO, "optckpt")
     first = traced(tmp_path)

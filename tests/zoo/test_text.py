@@ -187,7 +187,7 @@ def sharded_variable(way: Way) -> Trial:
         descend(variables, grads)
         return loss, grads
 
-    return loop(step, [(normal(4096, 48),)], variables)
+    return loop(step, [(normal(16384, 48),)], variables)
 
 
 @zoo.row("GradientTape", "strings, hash buckets, booleans and integers in the step", 0.7)
