@@ -8,6 +8,7 @@ commutes.) Which inputs die at a sum is what a rewrite changes: who reads what, 
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -204,6 +205,9 @@ class Sums:
         held: tensors that are in memory at the end.
         unused_from: readers beside `nodes` do not run if they were made with or after this number.
         sharing: which tensors are in the same memory.
+        twins: of the same operations, if these are known already.
+        timed: whether it matters what is likely where it depends on timing; else no time is
+            estimated.
     """
 
     def __init__(
@@ -215,11 +219,15 @@ class Sums:
         *,
         unused_from: int,
         sharing: Sharing,
+        twins: Twins | None = None,
+        timed: bool = True,
     ) -> None:
         self._reading = reading
         self._sharing = sharing
         self._held = {id(t) for t in held}
+        self._order = nodes
         self._nodes = set(nodes)
+        self._timed = timed
         self._unused_from = unused_from
         self._readers: dict[int, list[tf.Operation]] = {}
         self._constants: set[tf.Operation] = set()
@@ -235,7 +243,7 @@ class Sums:
                 constant = all(t.op in self._constants for t in inputs) and tf_ops.is_foldable(op)
             if constant:
                 self._constants.add(op)
-        self._twins = Twins(nodes, reading)
+        self.twins = twins or Twins(nodes, reading)
         self._times: dict[tf.Operation, float] = {}
         self._found: dict[int, list[tf.Operation] | None] = {}
         holders = {op: [self._holders(t) for t in reading.inputs(op)] for op in sums}
@@ -243,21 +251,25 @@ class Sums:
         for op, found in holders.items():
             makers = (t.op for t in reading.inputs(op))
             for other in (op, *makers, *(h for others in found for h in others or ())):
-                for same in (other, *self._twins.of(other)):
+                for same in (other, *self.twins.of(other)):
                     self._bit.setdefault(same, 1 << len(self._bit))
         self._above: dict[tf.Operation, int] = {}
-        self._start: dict[tf.Operation, float] = {}
-        """When an operation would run if each ran as soon as it can, in elements touched."""
         for op in nodes:
             bits = self._bit.get(op, 0)
-            start = 0.0
             for p in reading.before(op):
                 bits |= self._above[p]
-                start = max(start, self._start[p] + self._time(p))
             self._above[op] = bits
-            self._start[op] = start
         self.fates = {op: [self._fate(op, others) for others in holders[op]] for op in holders}
         """Of each input of each sum."""
+
+    @functools.cached_property
+    def _start(self) -> dict[tf.Operation, float]:
+        """When an operation would run if each ran as soon as it can, in elements touched."""
+        found: dict[tf.Operation, float] = {}
+        for op in self._order:
+            before = self._reading.before(op)
+            found[op] = max((found[p] + self._time(p) for p in before), default=0.0)
+        return found
 
     def _time(self, op: tf.Operation) -> float:
         found = self._times.get(op)
@@ -281,10 +293,10 @@ class Sums:
     def merged_with(self, op: tf.Operation) -> tuple[tf.Operation, list[int]]:
         """The first of the sums that TensorFlow merges with one, and for each input of that sum the
         index of the one's own."""
-        first = min((op, *self._twins.of(op)), key=lambda other: other._id)
+        first = min((op, *self.twins.of(op)), key=lambda other: other._id)
         if first not in self.fates:
             return op, list(range(len(op.inputs)))
-        return first, self._twins.matched(first, op)
+        return first, self.twins.matched(first, op)
 
     def late_makers(self, op: tf.Operation) -> list[tf.Operation]:
         """The makers of inputs of a sum that may run after all its control inputs have."""
@@ -297,13 +309,13 @@ class Sums:
     def _fate(self, op: tf.Operation, holders: list[tf.Operation] | None) -> Fate:
         if holders is None or holders.count(op) > 1:
             return Fate.LIVES
-        sums = (op, *self._twins.of(op))
+        sums = (op, *self.twins.of(op))
         sure = likely = True
         for h in holders:
             if h in sums:
                 continue
             # What is merged runs when all that any of them waits for has run.
-            merged = (h, *self._twins.of(h))
+            merged = (h, *self.twins.of(h))
             if any(self._above[s] & self._bit[m] for s in sums for m in merged):
                 continue
             if any(self._above.get(m, 0) & self._bit[s] for s in sums for m in merged):
@@ -311,7 +323,9 @@ class Sums:
             sure = False
             # What gets ready at the same time runs at the same time, but for what takes no time:
             # the executor does that first.
-            likely = likely and self._start.get(h, 0.0) + self._time(h) <= self._start[op]
+            if likely and self._timed:
+                start = self._start
+                likely = start.get(h, 0.0) + self._time(h) <= start[op]
         return Fate.DIES if sure else Fate.MAY_DIE if likely else Fate.MAY_LIVE
 
     def _holders(self, tensor: tf.Tensor) -> list[tf.Operation] | None:
@@ -342,7 +356,7 @@ class Sums:
         if root.op.type in tf_ops.RESIDENT or root.op in self._constants:
             return None
         found: list[tf.Operation] = []
-        stack = [root, *(op.outputs[root.value_index] for op in self._twins.of(root.op))]
+        stack = [root, *(op.outputs[root.value_index] for op in self.twins.of(root.op))]
         seen = {id(t) for t in stack}
         while stack:
             t = stack.pop()

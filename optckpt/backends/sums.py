@@ -6,6 +6,7 @@ than the first two, the first becomes a copy that nothing else holds: the kernel
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 
 import tensorflow as tf
@@ -58,13 +59,13 @@ def keep_orders(
         if op in needed
     )
     unused_from = min(backward, default=0)
-    sums = Sums(unsure, nodes, reading, capture.outputs, unused_from=unused_from, sharing=most)
+    look = functools.partial(
+        Sums, unsure, nodes, reading, capture.outputs, unused_from=unused_from, timed=False
+    )
+    sums = look(sharing=most)
     fates = sums.fates
     if not all(map(tells, nodes)):
-        least = AtEverySize()
-        other = Sums(
-            unsure, nodes, reading, capture.outputs, unused_from=unused_from, sharing=least
-        )
+        other = look(sharing=AtEverySize(), twins=sums.twins)
         fates = {op: list(map(at_any_size, other.fates[op], found)) for op, found in fates.items()}
     copies = []
     for op, found in fates.items():
