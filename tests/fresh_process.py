@@ -19,6 +19,16 @@ from typing import Any
 import pytest
 
 MARKER = "fresh_process"
+
+
+class PeakError(AssertionError):
+    """The allocator's peak, or what is predicted of it, is above the budget.
+
+    In which order threads allocate varies, and of a few MiB a chunk that is cut otherwise is a
+    large share. A test that fails with this error, and no other, is run once more.
+    """
+
+
 _IMPORTED = [
     "hypothesis",
     "keras",
@@ -52,7 +62,10 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if not _own(item):
         return None
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    for report in _run(item):
+    reports = _run(item)
+    if any(_is_of_peak(report) for report in reports):
+        reports = _run(item)
+    for report in reports:
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     # What the test before has left set up here for this one.
@@ -86,6 +99,11 @@ def _run(item: pytest.Item) -> list[pytest.TestReport]:
         if not any(report.when == "teardown" for report in reports):
             reports.append(_died(item, process.exitcode, Path(log.name).read_text()))
     return reports
+
+
+def _is_of_peak(report: pytest.TestReport) -> bool:
+    crash = getattr(report.longrepr, "reprcrash", None)
+    return report.failed and crash is not None and PeakError.__name__ in crash.message
 
 
 def _died(item: pytest.Item, code: int | None, log: str) -> pytest.TestReport:

@@ -14,6 +14,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from fresh_process import PeakError
 from random_steps import RandomStep
 from tensorflow.python.eager import backprop
 from tensorflow.python.ops import gradients_util
@@ -167,8 +168,9 @@ def check(make: Callable[[Around], tuple[Body, Sequence[Any]]], updates: str = "
     assert_same(found.variables, plain.variables)
     assert len(plain.variables) > 0
     assert all(len(p.schedule) > len(set(p.schedule.executions)) for p in found.plans)
-    # What nothing orders (of the step's last updates, say) may be in memory at the same time.
-    assert found.peak <= 1.03 * max(plan.predicted_peak for plan in found.plans) + 2 * BYTES
+    predicted = max(plan.predicted_peak for plan in found.plans)
+    if found.peak > 1.03 * predicted + BYTES:
+        raise PeakError(f"{found.peak}, predicted {predicted}")
     return found
 
 
@@ -182,9 +184,8 @@ def check_budget(make: Callable[[Around], tuple[Body, Sequence[Any]]], share: fl
     assert_same(found.variables, plain.variables)
     assert len(found.plans) == len(traced.plans) > 0
     assert all(plan.budget == budget >= plan.predicted_peak for plan in found.plans)
-    # In which order threads allocate varies, and with it how chunks are cut: by less than a tensor,
-    # which is a 14th of all here.
-    assert found.peak < budget + BYTES
+    if found.peak > budget:
+        raise PeakError(f"{found.peak}, {budget} allowed")
     assert budget < plain.peak
     assert any(len(p.schedule) > len(set(p.schedule.executions)) for p in found.plans)
 

@@ -22,6 +22,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from fresh_process import PeakError
 
 import optckpt
 from optckpt.config import Config, MemoryConfig
@@ -33,6 +34,8 @@ DEVICE = "CPU:0"
 QUICK = Config.model_validate(
     {
         "costs": {"model": "flops"},
+        # Of a few MiB, a chunk that threads have cut otherwise is more than 3 %.
+        "memory": {"margin": 0.08},
         "solver": {"time_limit": 8.0, "gap": 0.2, "threads": 1},
         "plans": {"cache": False},
     }
@@ -320,9 +323,10 @@ def check(row: Row) -> Budgeted:
     _assert_same("outputs", got_outputs, outputs, row.tolerance)
     _assert_same("state", got_state, state, row.tolerance)
     assert len(got_peaks) == len(peaks) >= STEPS - 1
-    assert 0 < max(got_peaks) <= way.budget, [p.predicted_peak for p in way.plans]
     assert len(way.plans) == row.plans
-    assert max(p.predicted_peak for p in way.plans) <= way.budget
+    predicted = [p.predicted_peak for p in way.plans]
+    if not 0 < max(*got_peaks, *predicted) <= way.budget:
+        raise PeakError(f"{got_peaks}, predicted {predicted}; {way.budget} allowed, plain {peaks}")
     again = [len(p.schedule) - len(set(p.schedule.executions)) for p in way.plans]
     assert bool(way.clones) == any(again) == row.repeats
     if row.repeats:
@@ -383,6 +387,8 @@ def _no_warnings() -> Iterator[None]:
     finally:
         for logger in loggers:
             logger.removeHandler(records)
+    if any("the allocator hands out whole chunks" in message for message in records.messages):
+        raise PeakError(records.messages)
     assert not records.messages, records.messages
 
 

@@ -183,7 +183,7 @@ def functions_inlined(way: Way) -> Trial:
     return called_functions(way)
 
 
-@zoo.row("whole_step", "layers in tf.functions marked as _noinline", 0.75)
+@zoo.row("whole_step", "layers in tf.functions marked as _noinline", 0.75, margin=0.15)
 def functions_kept(way: Way) -> Trial:
     return called_functions(way, experimental_attributes={"_noinline": True})
 
