@@ -67,7 +67,7 @@ def copied(
     for _ in range(_MORE_ROUNDS if values else _ROUNDS):
         copy = Copy(live, {**known, **shapes}, among, arguments, values, bounded)
         copy.run()
-        hints = copy.hints() or (seen(copy.copies, copy.fed) if copy.fed else None)
+        hints = copy.hints() or seen(copy.copies, copy.fed)
         if not hints:
             break
         # What follows from them is to be inferred, too.
@@ -270,7 +270,7 @@ class Copy:
         return self._arguments.get(id(self._live_input(copy)))
 
     def _by_data(self, made: tf.Operation) -> list[tf.TensorShape]:
-        exact = of(made, self.fed) if self.fed else []
+        exact = of(made, self.fed)
         known = exact and all(shape.is_fully_defined() for shape in exact)
         return exact if known else bounds(made)
 

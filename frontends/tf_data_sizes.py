@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.core.framework import graph_pb2
+from tensorflow.core.framework import graph_pb2, node_def_pb2
 
 from optckpt.frontends import tf_ops
 
@@ -78,6 +78,8 @@ def seen(copies: Mapping[tf.Operation, tf.Operation], fed: Fed) -> dict[int, tf.
         {id(tensor of the graph): shape}; of what depends on these shapes, nothing is said yet.
     """
     found: dict[int, tf.TensorShape] = {}
+    if not fed:
+        return found
     for op, copy in copies.items():
         if all(tf_ops.element_count(t) is not None for t in copy.outputs) or tf_ops.is_call(op):
             continue
@@ -93,6 +95,8 @@ def seen(copies: Mapping[tf.Operation, tf.Operation], fed: Fed) -> dict[int, tf.
 
 def of(op: tf.Operation, fed: Fed) -> list[tf.TensorShape]:
     """The shapes of what `op` computes from what is fed; empty if that does not tell."""
+    if not fed:
+        return []
     needed = [t for t in op.inputs if t.dtype.is_integer or t.dtype == tf.bool]
     nodes = _makers(needed, fed)
     if nodes is None:
@@ -105,10 +109,8 @@ def of(op: tf.Operation, fed: Fed) -> list[tf.TensorShape]:
             known[id(t)] if id(t) in known else tf.compat.v1.placeholder(t.dtype, t.shape)
             for t in op.inputs
         ]
-        node = op.node_def
+        node = _definition(op)
         del node.input[:]
-        node.attr.pop("_class", None)
-        node.attr.pop("_output_shapes", None)
         made = tf.Operation.from_node_def(node, scratch, inputs)
         shapes = [t.shape for t in made.outputs]
     if all(shape.is_fully_defined() for shape in shapes) or len(needed) < len(op.inputs):
@@ -179,14 +181,12 @@ def _computed(
         elif _is_known_shape(op):
             shapes += op.outputs
         else:
-            node = definition.node.add()
-            node.CopyFrom(op.node_def)
-            node.attr.pop("_class", None)
-            node.attr.pop("_output_shapes", None)
+            node = _definition(op)
             read = [text for text in node.input if not text.startswith("^")]
             del node.input[:]
             node.input.extend(read)
             node.device = ""
+            definition.node.append(node)
     names = {text if ":" in text else f"{text}:0" for n in definition.node for text in n.input}
 
     def run(*given: tf.Tensor) -> list[tf.Tensor]:
@@ -203,6 +203,14 @@ def _computed(
         specs = [tf.TensorSpec(fed[op].shape, fed[op].dtype) for op in arguments]
         function = tf.compat.v1.wrap_function(run, specs)
         return [t.numpy() for t in function(*(fed[op] for op in arguments))]
+
+
+def _definition(op: tf.Operation) -> node_def_pb2.NodeDef:
+    """That of `op`, without what only means something in its graph."""
+    node = op.node_def
+    node.attr.pop("_class", None)
+    node.attr.pop("_output_shapes", None)
+    return node
 
 
 def _known_shape(tensor: tf.Tensor) -> tf.Tensor:

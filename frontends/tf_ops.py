@@ -235,14 +235,21 @@ def runs_once(kind: str) -> bool:
     return kind in _ONCE or kind.startswith(_ONCE_PREFIXES)
 
 
+def find_function(graph: Any, name: str) -> Any:
+    """The function of this name of `graph` or the nearest graph around it, or None."""
+    while graph is not None:
+        found = graph._get_function(name)
+        if found is not None:
+            return found
+        graph = getattr(graph, "outer_graph", None)
+    return None
+
+
 def function_def(graph: tf.Graph, name: str) -> Any:
     """The FunctionDef of this name that operations of `graph` can call, or None."""
-    level = graph
-    while level is not None:
-        found = level._get_function(name)
-        if found is not None:
-            return found.cached_definition
-        level = getattr(level, "outer_graph", None)
+    found = find_function(graph, name)
+    if found is not None:
+        return found.cached_definition
     eager = context.context()
     return eager.getfunction_def(name) if eager.has_function(name) else None
 

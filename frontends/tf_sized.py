@@ -33,12 +33,7 @@ class _Lookup:
 
     def _get_function(self, name: str | bytes) -> Any:
         text = name.decode() if isinstance(name, bytes) else name
-        level = self.live
-        found = self.sized.get(text)
-        while found is None and level is not None:
-            found = level._get_function(text)
-            level = getattr(level, "outer_graph", None)
-        return found
+        return self.sized.get(text) or tf_ops.find_function(self.live, text)
 
 
 class SizedFuncGraph(_Lookup, FuncGraph):  # type: ignore[misc]

@@ -74,8 +74,7 @@ def _origin(tensor: tf.Tensor) -> tf.Tensor | None:
     while hasattr(tensor, "graph") and not hasattr(tensor, "numpy"):
         if tensor.op.type != "Placeholder":
             return tensor
-        around = {id(inner): outer for outer, inner in getattr(tensor.graph, "captures", ())}
-        tensor = around.get(id(tensor))
+        tensor = _captured(tensor)
     return None
 
 
@@ -85,10 +84,15 @@ def _handles(graph: tf.Graph) -> Iterator[tuple[tf.Tensor, tf.Tensor]]:
         if inner.dtype != tf.resource:
             continue
         while outer is not None and not hasattr(outer, "numpy"):
-            around = {id(i): o for o, i in getattr(outer.graph, "captures", ())}
-            outer = around.get(id(outer))
+            outer = _captured(outer)
         if outer is not None:
             yield outer, inner
+
+
+def _captured(inner: tf.Tensor) -> tf.Tensor | None:
+    """What a tensor stands for in the graph around its own, if it stands for anything there."""
+    captures = getattr(inner.graph, "captures", ())
+    return next((outer for outer, mine in captures if mine is inner), None)
 
 
 def _is_on(handle: tf.Tensor, device: str) -> bool:

@@ -137,7 +137,8 @@ def test_a_budget_holds_whatever_the_data_are():
             np.testing.assert_array_equal(x, y)
     (plan,) = plans
     assert len(plan.schedule) > len(set(plan.schedule.executions))
-    assert all(0 < peak <= budget for peak in got_peaks)
+    # Of no rows, no tensor is large enough to be counted.
+    assert max(got_peaks) <= budget, (got_peaks, budget)
     assert got_peaks[0] > 0.7 * budget
 
 

@@ -87,7 +87,7 @@ class _Copy:
 
     def _create(self, op: tf.Operation, inputs: list[tf.Tensor]) -> tf.Operation:
         for name in called_names(op):
-            self._graph._add_function_recursive(_function(op.graph, name))
+            self._graph._add_function_recursive(tf_ops.find_function(op.graph, name))
         attrs = {key: value for key, value in op.node_def.attr.items() if key != "_class"}
         made = self._graph._create_op_internal(
             op.type,
@@ -119,18 +119,9 @@ def _called(op: tf.Operation) -> Any:
     if op.type not in _CALLS:
         return None
     (name,) = called_names(op)
-    function = _function(op.graph, name)
+    function = tf_ops.find_function(op.graph, name)
     graph = getattr(function, "graph", None)
     if graph is None or not may_be_inlined(function) or not can_be_copied(graph):
         return None
     fits = len(graph.inputs) == len(op.inputs) and len(graph.outputs) >= len(op.outputs)
     return function if fits else None
-
-
-def _function(graph: Any, name: str) -> Any:
-    while graph is not None:
-        found = graph._get_function(name)
-        if found is not None:
-            return found
-        graph = getattr(graph, "outer_graph", None)
-    return None

@@ -76,11 +76,11 @@ def rewrite(capture: Capture, schedule: Schedule, *, scope: str = "optckpt") -> 
     check_acyclic(capture, edit)
     clones, edges = apply_edit(capture.tf_graph, edit)
     executed = [(op, clone.original) for op, clone in zip(clones, edit.clones, strict=True)]
-    real = [[clones[n] if isinstance(n, int) else n for n in edge] for edge in edit.controls]
-    wait_for_calls(capture, ((a, b) for a, b in real), dict(executed))
+    controls = ((_made(a, clones), _made(b, clones)) for a, b in edit.controls)
+    wait_for_calls(capture, controls, dict(executed))
     _empty(capture, executed)
     copies = keep_orders(capture, executed, scope)
-    chain = [clones[n] if isinstance(n, int) else n for group in edit.chain for n in group]
+    chain = [_made(n, clones) for group in edit.chain for n in group]
     remember(capture, chain)
     separate_partners(
         ([clones[n] if isinstance(n, int) else n for n in unit] for unit in edit.units), scope
@@ -364,6 +364,11 @@ def check_acyclic(capture: Capture, edit: Edit) -> None:
         )
 
 
+def _made(node: Node, clones: Sequence[tf.Operation]) -> tf.Operation:
+    """The operation that a node of an edit stands for."""
+    return clones[node] if isinstance(node, int) else node
+
+
 def apply_edit(graph: tf.Graph, edit: Edit) -> tuple[list[tf.Operation], int]:
     """Make the clones, redirect inputs, add control edges. Returns the clones, edges added."""
     clones: list[tf.Operation] = []
@@ -376,7 +381,7 @@ def apply_edit(graph: tf.Graph, edit: Edit) -> tuple[list[tf.Operation], int]:
         return clones[source[0]].outputs[source[1]] if isinstance(source, tuple) else source
 
     def real(nodes: Iterable[Node]) -> list[tf.Operation]:
-        return [clones[n] if isinstance(n, int) else n for n in nodes]
+        return [_made(n, clones) for n in nodes]
 
     edges = 0
     for c, clone in enumerate(edit.clones):
