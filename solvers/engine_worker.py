@@ -56,6 +56,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     else:
         solver = mathopt.SolverType.GSCIP
         limits["random_seed"] = request["seed"]
+        # On large relaxations of `stage_cuts` the time for cutting planes is better spent on nodes.
+        limits["cuts"] = mathopt.Emphasis.OFF
         if request["hint"] is not None:
             values = dict(zip(model.variables(), request["hint"], strict=True))
             extra.solution_hints.append(mathopt.SolutionHint(variable_values=values))
@@ -70,10 +72,11 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         plain = mathopt.SolveParameters(time_limit=limits["time_limit"])
         result = mathopt.solve(model, mathopt.SolverType.GLOP, params=plain)
     found_values: list[float] | None = None
-    if result.solutions and result.solutions[0].primal_solution is not None:
-        found = result.solutions[0].primal_solution.variable_values
+    primal = result.solutions[0].primal_solution if result.solutions else None
+    # A linear program out of time comes back with a basis that need not satisfy its rows.
+    if primal is not None and primal.feasibility_status == mathopt.SolutionStatus.FEASIBLE:
         found_values = [0.0] * n_cols
-        for variable, value in found.items():
+        for variable, value in primal.variable_values.items():
             found_values[variable.id] = value
     found_duals: list[float] | None = None
     if result.solutions and result.solutions[0].dual_solution is not None:

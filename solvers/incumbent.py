@@ -15,8 +15,11 @@ from optckpt.schedule import Schedule
 from optckpt.simulate import simulate
 from optckpt.solvers import block_dp, chain_bound
 from optckpt.solvers.chain_schedule import chained
+from optckpt.solvers.decode import drop_dead
 from optckpt.solvers.heuristics import chen_greedy, griewank, speed, sqrt_n
 from optckpt.solvers.local_search import Arrays, anneal, to_arrays
+from optckpt.solvers.order_search import OrderArrays, to_order_arrays
+from optckpt.solvers.order_sequence import anneal_sequence
 from optckpt.solvers.preprocess import Problem, preprocess
 from optckpt.solvers.registry import SolveOptions
 from optckpt.solvers.sequence import cost, profile
@@ -35,6 +38,12 @@ LARGE = 3000
 """Operations beyond which everything takes its time."""
 WORK = 60_000_000
 """Executions that one annealing goes through at most, moves times length: a second or two."""
+LONG = 1500
+"""Operations from which moves are weighed by what they change, and not by going through all."""
+LOCAL_MOVES = 3
+"""How many such moves take the place of one; they take half the time of one, or less."""
+LOCAL_COOLING = 1e-2
+"""Last temperature of these annealings, as a share of the first."""
 
 
 @dataclass
@@ -71,6 +80,17 @@ class Incumbent:
         return to_arrays(self.problem)
 
     @cached_property
+    def local_arrays(self) -> OrderArrays:
+        p = self.problem
+        parents = [sorted({p.producer[t] for t in p.reads[o]}) for o in range(p.n)]
+        return to_order_arrays(p, parents)
+
+    @property
+    def long(self) -> bool:
+        """Whether a pass over the sequence takes too long to make one for every move."""
+        return self.problem.n >= LONG
+
+    @cached_property
     def base(self) -> list[int]:
         """The plain step."""
         return list(range(self.problem.n))
@@ -94,6 +114,8 @@ class Incumbent:
         """Have the compiled code ready."""
         before = time.monotonic()
         prepare(self.arrays, self.base, self.budget)
+        if self.long:
+            self._anneal(self.base, 1, 1.0, 10.0, 0, self.cost, lambda: False)
         self.compiling = time.monotonic() - before
         if self.compiling > 1:
             logger.info("compiled the local search in %.1f s (once)", self.compiling)
@@ -188,20 +210,44 @@ class Incumbent:
     ) -> None:
         """Anneal from `sequence` and offer what comes out; `price` is that of `anneal`."""
         self.tries += 1
-        found = anneal(
-            self.arrays,
+        best = self._anneal(
             sequence,
-            self.budget,
             # A small graph is soon searched through.
-            iterations=min(iterations, 300 * self.problem.n, WORK // len(sequence)),
-            hot=hot,
-            price=price,
-            seed=self.options.seed * 7919 + self.tries,
-            known=self.cost,
-            stop=lambda: self.remaining() <= 0,
+            min(iterations, 300 * self.problem.n, WORK // len(sequence)),
+            hot,
+            price,
+            self.options.seed * 7919 + self.tries,
+            self.cost,
+            lambda: self.remaining() <= 0,
         )
-        if found.best is not None:
-            self.offer(found.best)
+        if best is not None:
+            self.offer(best)
+
+    def _anneal(
+        self,
+        sequence: Sequence[int],
+        iterations: int,
+        hot: float,
+        price: float,
+        seed: int,
+        known: float,
+        stop: Callable[[], bool],
+    ) -> list[int] | None:
+        """The cheapest sequence that annealing from `sequence` finds, if cheaper than `known`.
+
+        The numbers are those of `anneal`, also where a quicker annealing takes its place.
+        """
+        if not self.long:
+            return anneal(
+                self.arrays, sequence, self.budget,
+                iterations=iterations, hot=hot, price=price, seed=seed, known=known, stop=stop,
+            ).best  # fmt: skip
+        hot /= self.problem.n
+        return anneal_sequence(
+            self.local_arrays, drop_dead(self.problem, sequence), self.budget,
+            moves=LOCAL_MOVES * iterations, hot=hot, cold=hot * LOCAL_COOLING, shifts=0.0,
+            price=price, seed=seed, known=known, stop=stop,
+        ).best  # fmt: skip
 
     def polish(self, bound: float) -> None:
         """Anneal the best schedule once more if it is within the tolerance but may be dearer.
@@ -223,19 +269,19 @@ class Incumbent:
             k += 1
             known = min(self.cost, self.spare_cost)
             warm = self.spare or self.best
-            found = anneal(
-                self.arrays,
-                self.base if k % 2 or warm is None else warm,
-                self.budget,
+            fresh = warm is None or k % 2 > 0
+            found = self._anneal(
+                self.base if fresh or warm is None else warm,
                 # The longer, the better; but time may be over at any moment.
-                iterations=60_000 << min(k // 2, 4),
-                hot=3.0 if k % 2 or warm is None else 0.5,
-                seed=self.options.seed * 7919 + 1_000_000 + 1000 * seed + k,
-                known=known,
-                stop=lambda: not busy() or self.remaining() <= 0,
+                60_000 << min(k // 2, 4),
+                3.0 if fresh else 0.5,
+                10.0,
+                self.options.seed * 7919 + 1_000_000 + 1000 * seed + k,
+                known,
+                lambda: not busy() or self.remaining() <= 0,
             )
-            if found.best is not None:
-                self.spare, self.spare_cost = found.best, found.cost
+            if found is not None:
+                self.spare, self.spare_cost = found, cost(self.problem, found)
 
     def take_spare(self) -> None:
         """Offer what was put aside."""

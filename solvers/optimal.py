@@ -44,10 +44,15 @@ EXACT_WORK = (8_000_000, 80_000_000)
 """States times operations of the exact search in the first turn, and in each later one."""
 FINE = 2e-3
 """Who asks for a gap up to this (of the step) wants a good schedule, not just any."""
-REFINEMENTS, REFINE_NODES, REFINE_COLUMNS = 2, 300, 4000
-"""Rounds after the gap is closed; nodes of the search tree in each; open columns at most."""
+REFINEMENTS, REFINE_NODES, REFINE_COLUMNS = 6, 300, (4000, 4000, 1500)
+"""Rounds after the gap is closed; nodes of the search tree in each; open columns at most in the
+first, the second, and each further one."""
 CHAIN_LIKE = 0.75
 """Share of the incumbent's cost above which the bound for chains knows most of a problem."""
+LARGE_RELAXATION = 2000
+"""Open columns from which SCIP proves more than HiGHS; see `engine`."""
+LAST_SHARE = 0.1
+"""Share of the time left that a relaxation leaves for what its solution leads to."""
 REFINE_EFFORT = 80_000
 """Moves of the annealings in each of these rounds."""
 LAST_TRIES = 6
@@ -178,10 +183,11 @@ class _Search(SearchState):
         self.refining = True
         if not self.cuts and not self.closed():
             linear_rounds(self)
-        for _ in range(REFINEMENTS):
+        for k in range(REFINEMENTS):
             if self.closed() or not self.cuts or self.incumbent.remaining() <= 0:
                 break
-            if self.strengthening.build(self.cuts, self.moments).open > REFINE_COLUMNS:
+            most = REFINE_COLUMNS[min(k, len(REFINE_COLUMNS) - 1)]
+            if self.strengthening.build(self.cuts, self.moments).open > most:
                 break
             choice = self.solve_round(REFINE_NODES)
             if choice is None:
@@ -310,10 +316,11 @@ class _Search(SearchState):
             self.anneal_round()
         run = engine.Solve(
             relaxation.model,
-            time_limit=max(0.1, self.incumbent.remaining()),
+            time_limit=max(0.1, (1 - LAST_SHARE) * self.incumbent.remaining()),
             gap=self.tolerance / 4 * STEP,
             seed=self.options.seed,
             nodes=nodes,
+            engine="scip" if strengthened.open > LARGE_RELAXATION else "highs",
         )
         try:
             if not alone:

@@ -49,6 +49,22 @@ def test_a_limit_of_nodes_leaves_a_bound() -> None:
     assert -INFINITY < first.bound == second.bound <= full.bound + 1.0
 
 
+def test_a_linear_program_out_of_time_has_no_values_that_break_its_rows() -> None:
+    rng = random.Random(0)
+    model = MipModel()
+    for _ in range(1000):
+        model.add_column(cost=rng.uniform(1, 2), upper=3.0)
+    for _ in range(1000):
+        model.add_row({c: rng.uniform(0.5, 2) for c in rng.sample(range(1000), 20)}, lower=5.0)
+    for limit in (0.02, 0.1, 0.5):
+        result = solve_mip(model, time_limit=limit, relax=True)
+        activity = [0.0] * 1000
+        for r, c, a in zip(model.row, model.column, model.value, strict=True):
+            activity[r] += a * (result.values[c] if result.values else 3.0)
+        assert min(activity) > 5 - 1e-6
+        assert (result.status == "unknown") == (result.values is None)
+
+
 def test_workers_are_used_again_and_cancelled() -> None:
     solve_mip(knapsack(5), time_limit=10)
     with engine._lock:
