@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -58,6 +58,10 @@ class Schedule:
         """Whether the first executions of the operations follow the graph's order."""
         first = [op for op, count in self.steps() if not count]
         return first == sorted(first)
+
+    def out_of(self, order: Sequence[int]) -> Schedule:
+        """What this schedule of `graph.in_order(order)` is as one of `graph`."""
+        return Schedule(tuple(order[o] for o in self.executions))
 
     @classmethod
     def base(cls, graph: TrainingGraph) -> Schedule:

@@ -19,7 +19,7 @@ from optckpt.solvers.decode import drop_dead
 from optckpt.solvers.heuristics import chen_greedy, griewank, speed, sqrt_n
 from optckpt.solvers.local_search import Arrays, anneal, to_arrays
 from optckpt.solvers.order_search import OrderArrays, to_order_arrays
-from optckpt.solvers.order_sequence import anneal_sequence
+from optckpt.solvers.order_sequence import Heat, anneal_sequence
 from optckpt.solvers.preprocess import Problem, preprocess
 from optckpt.solvers.registry import SolveOptions
 from optckpt.solvers.sequence import cost, profile
@@ -243,10 +243,10 @@ class Incumbent:
                 iterations=iterations, hot=hot, price=price, seed=seed, known=known, stop=stop,
             ).best  # fmt: skip
         hot /= self.problem.n
+        heat = Heat(hot, hot * LOCAL_COOLING, lean=0.0, shifts=0.0)
         return anneal_sequence(
-            self.local_arrays, drop_dead(self.problem, sequence), self.budget,
-            moves=LOCAL_MOVES * iterations, hot=hot, cold=hot * LOCAL_COOLING, shifts=0.0,
-            price=price, seed=seed, known=known, stop=stop,
+            self.local_arrays, drop_dead(self.problem, sequence), self.budget, heat,
+            moves=LOCAL_MOVES * iterations, price=price, seed=seed, known=known, stop=stop,
         ).best  # fmt: skip
 
     def polish(self, bound: float) -> None:

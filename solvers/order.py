@@ -37,10 +37,9 @@ from optckpt.solvers.order_search import (
     anneal_order,
     to_order_arrays,
 )
-from optckpt.solvers.order_sequence import Annealed, anneal_sequence
+from optckpt.solvers.order_sequence import Annealed, Heat, anneal_sequence
 from optckpt.solvers.preprocess import Problem, preprocess
 from optckpt.solvers.registry import Progress, SolveOptions
-from optckpt.solvers.reordering import reorder, restore
 from optckpt.solvers.sequence import cost, profile
 
 logger = logging.getLogger("optckpt.solvers.order")
@@ -88,21 +87,6 @@ RETRY_HOPE = 0.9
 TOLERANCE = 1e-6
 """A gap this small (fraction of the step) is the solvers' own tolerance, not a gap."""
 ANY_ORDER = "any order"
-
-
-@dataclass(frozen=True)
-class Heat:
-    """How orders and re-executions are annealed together."""
-
-    hot: float
-    """First temperature, a fraction of the step."""
-    cold: float
-    lean: float
-    """See `anneal_sequence`."""
-    shifts: float
-    """Share of moves that shift executions."""
-    together: float = 0.4
-    """Share of these that take along what stands in the way."""
 
 
 SCRATCH = Heat(1e-3, 1e-5, 0.0, 0.8, together=0.8)
@@ -257,12 +241,8 @@ class _FreeOrder:
                 self.arrays,
                 drop_dead(self.problem, sequence),
                 self.room,
+                heat,
                 moves=moves,
-                hot=heat.hot,
-                cold=heat.cold,
-                lean=heat.lean,
-                shifts=heat.shifts,
-                together=heat.together,
                 seed=seed,
                 enough=self.bound,
                 stop=lambda: self.interrupted or self.over(),
@@ -390,7 +370,7 @@ class _FreeOrder:
         def call(order: list[int]) -> tuple[float, list[int]]:
             if self.interrupted or self.over():
                 return float("inf"), order
-            graph = reorder(self.graph, order)
+            graph = self.graph.in_order(order)
             if static_floor(graph).bytes > self.budget:
                 return float("inf"), order
             problem = preprocess(graph)
@@ -405,7 +385,7 @@ class _FreeOrder:
             if found.best is None:
                 return float("inf"), order
             executions = Schedule(problem.expand(found.best))
-            return found.cost, list(restore(executions, order).executions)
+            return found.cost, list(executions.out_of(order).executions)
 
         results = self.at_once([partial(call, order) for order in orders])
         for _, sequence in results:
@@ -420,7 +400,7 @@ class _FreeOrder:
             return
         self.solved.append(order)
         base = order == list(range(len(order)))
-        graph = reorder(self.graph, order)
+        graph = self.graph.in_order(order)
         start = None
         if self.best is not None and not base and list(dict.fromkeys(self.best)) == order:
             place = {o: k for k, o in enumerate(order)}
@@ -442,7 +422,7 @@ class _FreeOrder:
             return
         logger.debug("an order: %s, %.1f s", solution.certificate, before - self.remaining())
         if solution.schedule is not None:
-            self.offer(list(restore(solution.schedule, order).executions))
+            self.offer(list(solution.schedule.out_of(order).executions))
 
     def relay(self, inner: Progress) -> None:
         """Report the progress of a solver that works on one order; end it if it is hopeless."""

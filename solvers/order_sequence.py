@@ -362,6 +362,23 @@ def _anneal(  # type: ignore[no-untyped-def]
 
 
 @dataclass(frozen=True)
+class Heat:
+    """How orders and re-executions are annealed together."""
+
+    hot: float
+    """First temperature, a fraction of the plain step's time."""
+    cold: float
+    """The last one."""
+    lean: float
+    """Price of (bytes / budget)^8, averaged over the positions of the plain step; keeps the order
+    from getting lost by shifts that matter only later on."""
+    shifts: float
+    """Share of the moves that shift executions, mostly first ones."""
+    together: float = 0.4
+    """Share of these that take along what depends on the execution, or what it depends on."""
+
+
+@dataclass(frozen=True)
 class Annealed:
     """Where an annealing ended."""
 
@@ -376,14 +393,10 @@ def anneal_sequence(
     arrays: OrderArrays,
     sequence: Sequence[int],
     budget: int,
+    heat: Heat,
     *,
     moves: int,
-    hot: float,
-    cold: float,
-    shifts: float,
-    together: float = 0.4,
     price: float = 10.0,
-    lean: float = 0.0,
     seed: int = 0,
     known: float = float("inf"),
     enough: float = 0.0,
@@ -394,14 +407,8 @@ def anneal_sequence(
     Args:
         budget: without resident data.
         moves: tried in all.
-        hot, cold: first and last temperature, fractions of the plain step's time.
-        shifts: share of the moves that shift executions, mostly first ones.
-        together: share of those that take along what depends on the execution, or what it
-            depends on.
         price: initial price of exceeding the budget by all of it for one step, in mean
             operation times; it adapts.
-        lean: price of (bytes / budget)^8, averaged over the positions of the plain step; keeps
-            the order from getting lost by shifts that matter only later on.
         known: only a sequence cheaper than this is of interest.
         enough: end as soon as a sequence that fits is at most this expensive.
         stop: asked a few times a second; ends the annealing early.
@@ -409,19 +416,19 @@ def anneal_sequence(
     parts = 1 + moves * (200 + len(sequence)) // PART
     last = np.asarray(sequence, np.int64)
     best: list[int] | None = None
-    ratio = (cold / hot) ** (1.0 / parts)
+    ratio = (heat.cold / heat.hot) ** (1.0 / parts)
     price /= max(1, len(arrays.cost))
-    lean /= max(1, len(arrays.cost))
+    lean = heat.lean / max(1, len(arrays.cost))
     # Short runs have to make up their minds sooner.
     rate = min(0.5, max(3e-4, 8.0 / moves))
     for k in range(parts):
-        start = hot * ratio**k
+        start = heat.hot * ratio**k
         capacity = 2 * len(last) + 64
         line, trial = new_line(capacity), new_trial(arrays, capacity)
         found, cost, last, price = interruptible(
             _anneal, arrays, line, trial, last, budget, -(-moves // parts), start, start * ratio,
-            price, rate, lean, shifts, together, MOST_ALONG, (seed * 1009 + k) % 2**31, known,
-            enough,
+            price, rate, lean, heat.shifts, heat.together, MOST_ALONG, (seed * 1009 + k) % 2**31,
+            known, enough,
         )  # fmt: skip
         if len(found):
             best, known = found.tolist(), float(cost)

@@ -10,6 +10,7 @@ from optckpt.frontends.synthetic import chain, resnet
 from optckpt.graph import TrainingGraph
 from optckpt.schedule import Schedule
 from optckpt.simulate import simulate
+from optckpt.solvers import incumbent as module
 from optckpt.solvers.floor import static_floor
 from optckpt.solvers.heuristics import griewank, sqrt_n
 from optckpt.solvers.incumbent import Incumbent, known_schedule
@@ -66,6 +67,28 @@ def test_chains_at_low_budgets_have_a_schedule_at_once(graph: TrainingGraph) -> 
     found = incumbent(graph, 0.1, [])
     found.offer_blocks()
     assert found.found
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6])
+def test_long_sequences_are_annealed_by_what_moves_change(
+    share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = resnet(2, 8)
+    short = incumbent(graph, share, [])
+    short.improve(short.base, 3000, hot=3.0)
+    monkeypatch.setattr(module, "LONG", 1)
+    found, again = incumbent(graph, share, []), incumbent(graph, share, [])
+    for each in (found, again):
+        for hot in (3.0, 0.3):
+            each.improve(each.best or each.base, 3000, hot)
+    schedule = found.schedule()
+    assert schedule is not None
+    assert schedule == again.schedule()
+    assert schedule.in_base_order
+    result = simulate(graph, schedule)
+    assert result.peak <= found.budget + graph.resident
+    assert result.overhead == pytest.approx(found.cost)
+    assert found.cost <= 1.25 * short.cost
 
 
 def test_spare_time_is_put_aside() -> None:

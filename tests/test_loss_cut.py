@@ -16,7 +16,6 @@ from optckpt.solvers.brute_force import cheapest
 from optckpt.solvers.floor import any_order_floor, static_floor
 from optckpt.solvers.loss_cut import find_loss, loss_cut_bound
 from optckpt.solvers.order_cuts import find_cuts, order_cuts_bound
-from optckpt.solvers.reordering import reorder
 
 
 def diamond() -> TrainingGraph:
@@ -64,7 +63,7 @@ def test_no_order_beats_the_bounds(seed: int, share: float, again: float) -> Non
     rng = random.Random(seed)
     graph = random_graph(rng, rng.randint(3, 6), repeatable_backward=again, plain=seed % 3 == 0)
     budget = budget_between(graph, share)
-    orders = [reorder(graph, order) for order in all_orders(graph)]
+    orders = [graph.in_order(order) for order in all_orders(graph)]
     found = [f[0] / graph.seconds for f in (cheapest(g, budget) for g in orders) if f is not None]
     best = min(found, default=float("inf"))
     assert loss_cut_bound(graph, budget) <= best + 1e-9

@@ -18,7 +18,7 @@ from optckpt.frontends.synthetic import chain, random_graph, residual_chain
 from optckpt.graph import TrainingGraph
 from optckpt.schedule import Schedule
 from optckpt.simulate import simulate
-from optckpt.solvers import optimal
+from optckpt.solvers import incumbent, optimal
 from optckpt.solvers.brute_force import cheapest
 from optckpt.solvers.floor import static_floor
 from optckpt.solvers.incumbent import Incumbent
@@ -64,6 +64,29 @@ def test_agrees_with_exhaustive_search(seed: int, share: float, again: float) ->
     assert certificate.cost == pytest.approx(result.overhead)
     assert certificate.bound <= truth[0] / graph.seconds + 1e-9
     assert certificate.bound <= certificate.cost
+
+
+def test_large_relaxations_agree_with_exhaustive_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Small graphs, as if they were large: no exact search, SCIP, moves weighed by what they change.
+    monkeypatch.setattr(optimal, "LARGE_RELAXATION", -1)
+    monkeypatch.setattr(optimal, "EXACT_OPERATIONS", 0)
+    monkeypatch.setattr(incumbent, "LONG", 1)
+    closed = 0
+    for seed in range(40):
+        graph = random_graph(seed, 8, repeatable_backward=0.5)
+        budget = budget_between(graph, random.Random(seed).random())
+        truth = cheapest(graph, budget)
+        solution = solve(graph, budget, "optimal", SolveOptions(time_limit=2, gap=0.0))
+        certificate = solution.certificate
+        if truth is None:
+            assert solution.schedule is None
+            assert certificate.status in ("infeasible", "stopped")
+            continue
+        assert certificate.bound <= truth[0] / graph.seconds + 1e-9
+        if certificate.status == "optimal":
+            closed += 1
+            assert certificate.cost == pytest.approx(truth[0] / graph.seconds, abs=2e-6)
+    assert closed > 20
 
 
 @pytest.mark.parametrize("budget", [13, 14])

@@ -27,7 +27,6 @@ from optckpt.solvers.brute_force import cheapest
 from optckpt.solvers.floor import any_order_floor, static_floor
 from optckpt.solvers.loss_cut import loss_cut_bound
 from optckpt.solvers.registry import Progress, SolveOptions, solve
-from optckpt.solvers.reordering import reorder, restore
 
 
 def parents_of(graph: TrainingGraph) -> list[set[int]]:
@@ -72,22 +71,22 @@ def test_a_reordered_graph_is_the_same_step(seed: int, size: int) -> None:
     graph = random_graph(seed, size, repeatable_backward=0.5)
     graph = with_random_limits(graph, seed, 0.2)
     order = random_order(graph, seed)
-    other = reorder(graph, order)
+    other = graph.in_order(order)
     base = Schedule.base(other)
-    there, here = simulate(other, base), simulate(graph, restore(base, order))
+    there, here = simulate(other, base), simulate(graph, base.out_of(order))
     assert there.profile == here.profile
     back = [0] * size
     for k, o in enumerate(order):
         back[o] = k
-    assert reorder(other, back) == graph
+    assert other.in_order(back) == graph
 
 
 def test_impossible_orders_are_refused() -> None:
     graph = chain(3)
     with pytest.raises(GraphError, match="no permutation"):
-        reorder(graph, [0, 0, *range(2, len(graph.operations))])
+        graph.in_order([0, 0, *range(2, len(graph.operations))])
     with pytest.raises(GraphError, match="before any operation has written it"):
-        reorder(graph, list(reversed(range(len(graph.operations)))))
+        graph.in_order(list(reversed(range(len(graph.operations)))))
 
 
 @settings(derandomize=True, deadline=None, max_examples=30)
@@ -96,7 +95,7 @@ def test_between_the_bound_and_the_fixed_order(seed: int, share: float, again: f
     rng = random.Random(seed)
     graph = random_graph(rng, rng.randint(3, 6), repeatable_backward=again, plain=seed % 3 == 0)
     budget = budget_between(graph, share)
-    found = [cheapest(reorder(graph, order), budget) for order in all_orders(graph)]
+    found = [cheapest(graph.in_order(order), budget) for order in all_orders(graph)]
     costs = [f[0] / graph.seconds for f in found if f is not None]
     bound = loss_cut_bound(graph, budget)
     free = solve(graph, budget, options=SolveOptions(time_limit=1, order="free"))

@@ -21,7 +21,6 @@ from optckpt.solvers.optimal import optimal
 from optckpt.solvers.order_chain import chain_in_any_order, demands, order_chain_bound
 from optckpt.solvers.preprocess import preprocess
 from optckpt.solvers.registry import SolveOptions
-from optckpt.solvers.reordering import reorder
 
 
 def small(seed: int) -> TrainingGraph:
@@ -45,7 +44,7 @@ def test_no_order_beats_the_bound(seed: int, share: float) -> None:
     budget = budget_between(graph, share)
     bound = order_chain_bound(graph, budget) or 0.0
     for order in all_orders(graph):
-        found = cheapest(reorder(graph, order), budget)
+        found = cheapest(graph.in_order(order), budget)
         if found is not None:
             assert bound <= found[0] / graph.seconds + 1e-9
 
@@ -58,7 +57,7 @@ def test_the_given_order_makes_no_difference(seed: int) -> None:
     bound = order_chain_bound(graph, budget)
     assert bound is not None
     assert bound > 0
-    assert order_chain_bound(reorder(graph, random_order(graph, seed)), budget) == bound
+    assert order_chain_bound(graph.in_order(random_order(graph, seed)), budget) == bound
 
 
 def test_demands_follow_one_another_in_every_order() -> None:

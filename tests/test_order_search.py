@@ -21,9 +21,8 @@ from optckpt.solvers.order_search import (
     anneal_order,
     to_order_arrays,
 )
-from optckpt.solvers.order_sequence import anneal_sequence
+from optckpt.solvers.order_sequence import Heat, anneal_sequence
 from optckpt.solvers.preprocess import preprocess
-from optckpt.solvers.reordering import reorder
 
 
 def arrays_of(graph: TrainingGraph) -> OrderArrays:
@@ -36,9 +35,9 @@ def value_of(graph: TrainingGraph, order: list[int], start: list[int], weights: 
     resident = graph.resident
     use = [
         b - resident
-        for b in simulate(reorder(graph, order), Schedule.base(reorder(graph, order))).profile
+        for b in simulate(graph.in_order(order), Schedule.base(graph.in_order(order))).profile
     ]
-    before = simulate(reorder(graph, start), Schedule.base(reorder(graph, start))).peak - resident
+    before = simulate(graph.in_order(start), Schedule.base(graph.in_order(start))).peak - resident
     static = []
     size = [b.size for b in graph.buffers]
     place = {o: k for k, o in enumerate(order)}
@@ -95,10 +94,8 @@ def test_sequences_hold_under_simulation(seed: int, share: float, shifts: float)
         arrays_of(graph),
         start,
         budget - graph.resident,
+        Heat(0.01, 1e-4, lean=0.0, shifts=shifts),
         moves=1500,
-        hot=0.01,
-        cold=1e-4,
-        shifts=shifts,
         seed=seed,
     )
     simulate(graph, Schedule(tuple(found.last)))
@@ -117,9 +114,7 @@ def test_searches_repeat() -> None:
     budget = int(0.75 * simulate(graph, Schedule.base(graph)).peak)
     orders = [anneal_order(arrays, base, budget, weights=MIX, moves=5000, seed=4) for _ in "ab"]
     assert orders[0] == orders[1]
-    sequences = [
-        anneal_sequence(arrays, base, budget, moves=5000, hot=1e-3, cold=1e-5, shifts=0.8, seed=4)
-        for _ in "ab"
-    ]
+    heat = Heat(1e-3, 1e-5, lean=0.0, shifts=0.8)
+    sequences = [anneal_sequence(arrays, base, budget, heat, moves=5000, seed=4) for _ in "ab"]
     assert sequences[0] == sequences[1]
     assert sequences[0].best is not None

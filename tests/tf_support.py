@@ -16,7 +16,6 @@ from optckpt.backends.tensorflow import RewriteReport, rewrite
 from optckpt.frontends.tensorflow import Capture, capture
 from optckpt.graph import TrainingGraph
 from optckpt.schedule import Schedule
-from optckpt.solvers.reordering import reorder, restore
 
 Scheduler = Callable[[TrainingGraph], Schedule]
 
@@ -67,8 +66,8 @@ def random_order(seed: int, share: float = 0.3) -> Scheduler:
                 waiting[c].discard(o)
                 if not waiting[c]:
                     ready.append(c)
-        again = random_schedule(seed, share)(reorder(graph, order))
-        return restore(again, order)
+        again = random_schedule(seed, share)(graph.in_order(order))
+        return again.out_of(order)
 
     return make
 
