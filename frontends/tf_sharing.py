@@ -87,6 +87,37 @@ class AtSomeSize:
         return tf_ops.element_count(tensor)
 
 
+class Noted:
+    """Hands on what is known at some sizes, and remembers of which operations."""
+
+    def __init__(self, known: Sharing) -> None:
+        self._known = known
+        self._pairs: dict[tf.Operation, Pairs] = {}
+
+    def pairs(self, op: tf.Operation) -> Pairs:
+        """See `Sharing`."""
+        found = self._pairs.get(op)
+        if found is None:
+            found = self._pairs[op] = self._known.pairs(op)
+        return found
+
+    def is_all(self, op: tf.Operation, i: int, o: int) -> bool:
+        """See `Sharing`."""
+        return self._known.is_all(op, i, o)
+
+    def count(self, tensor: tf.Tensor) -> int | None:
+        """See `Sharing`."""
+        return self._known.count(tensor)
+
+    def is_as(self, other: Sharing) -> bool:
+        """Whether `other` says the same of how the memory of these operations is shared."""
+        return all(
+            found == other.pairs(op)
+            and all(self.is_all(op, i, o) == other.is_all(op, i, o) for i, o in found)
+            for op, found in self._pairs.items()
+        )
+
+
 def tells(op: tf.Operation) -> bool:
     """Whether the static sizes tell where the outputs of an operation are, as far as numbers go."""
     if not tf_ops.depends_on_sizes(op.type) or not _holds_numbers(op):

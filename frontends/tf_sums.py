@@ -192,9 +192,9 @@ def inplace_inputs(op: tf.Operation, order: tuple[int, ...]) -> tuple[int, ...]:
 def _first_backward(
     reading: Reading, ys: Iterable[tf.Tensor], gradients: Iterable[tf.Tensor]
 ) -> int:
-    forward = set(reading.closure([t.op for t in ys]))
-    backward = reading.closure([t.op for t in gradients])
-    return min((op._id for op in backward if op not in forward), default=0)
+    forward = reading.reached([t.op for t in ys])
+    backward = reading.reached([t.op for t in gradients])
+    return min((op._id for op in backward - forward), default=0)
 
 
 class Sums:
@@ -233,14 +233,14 @@ class Sums:
         self._constants: set[tf.Operation] = set()
         """What the executor computes in advance and keeps."""
         for op in nodes:
-            inputs = reading.inputs(op)
-            for t in inputs:
+            for t in reading.inputs(op):
                 self._readers.setdefault(id(t), []).append(op)
-            if not inputs:
+            makers = reading.makers(op)
+            if not makers:
                 constant = op.type == "Const"
             else:
                 # The order of the two conditions is that of their cost.
-                constant = all(t.op in self._constants for t in inputs) and tf_ops.is_foldable(op)
+                constant = self._constants.issuperset(makers) and tf_ops.is_foldable(op)
             if constant:
                 self._constants.add(op)
         self.twins = twins or Twins(nodes, reading)
@@ -249,8 +249,7 @@ class Sums:
         holders = {op: [self._holders(t) for t in reading.inputs(op)] for op in sums}
         self._bit: dict[tf.Operation, int] = {}
         for op, found in holders.items():
-            makers = (t.op for t in reading.inputs(op))
-            for other in (op, *makers, *(h for others in found for h in others or ())):
+            for other in (op, *reading.makers(op), *(h for others in found for h in others or ())):
                 for same in (other, *self.twins.of(other)):
                     self._bit.setdefault(same, 1 << len(self._bit))
         self._above: dict[tf.Operation, int] = {}
@@ -303,7 +302,7 @@ class Sums:
         done = 0
         for p in self._reading.controls(op):
             done |= self._above[p]
-        makers = dict.fromkeys(t.op for t in self._reading.inputs(op))
+        makers = dict.fromkeys(self._reading.makers(op))
         return [m for m in makers if m.type not in tf_ops.RESIDENT and not done & self._bit[m]]
 
     def _fate(self, op: tf.Operation, holders: list[tf.Operation] | None) -> Fate:

@@ -113,6 +113,7 @@ class Reading:
         """`nodes`: what has been read of the graph, as it is, already."""
         self._known: Changes | None = getattr(graph, _CHANGES, None) if traced else None
         self._inputs: dict[tf.Operation, tuple[tf.Tensor, ...]] = {}
+        self._makers: dict[tf.Operation, list[tf.Operation]] = {}
         self._before: dict[tf.Operation, list[tf.Operation]] = {}
         self._nodes: dict[tf.Operation, Node] = nodes or {}
 
@@ -121,11 +122,23 @@ class Reading:
         found = self._inputs.get(op)
         if found is None:
             node = self._nodes.get(op)
-            found = tuple(op.inputs) if node is None else node.inputs
+            found = op.inputs if node is None else node.inputs
             known = self._known
             if known is not None and known.inputs:
                 found = tuple(known.inputs.get((op, i), t) for i, t in enumerate(found))
             self._inputs[op] = found
+        return found
+
+    def makers(self, op: tf.Operation) -> list[tf.Operation]:
+        """The operation that makes each of its inputs."""
+        found = self._makers.get(op)
+        if found is None:
+            node = self._nodes.get(op)
+            if node is not None and node.makers and not (self._known and self._known.inputs):
+                found = [maker.op for maker in node.makers]
+            else:
+                found = [t.op for t in self.inputs(op)]
+            self._makers[op] = found
         return found
 
     def controls(self, op: tf.Operation) -> list[tf.Operation]:
@@ -144,27 +157,43 @@ class Reading:
         """The operations that `op` waits for; the back edges of TensorFlow 1 loops left out."""
         found = self._before.get(op)
         if found is None:
-            found = [t.op for t in self.inputs(op)]
+            found = self.makers(op)
             if op.type in _LOOP_HEADS:
                 found = [p for p in found if p.type not in _BACK]
-            found += self.controls(op)
+            controls = self.controls(op)
+            if controls:
+                found = [*found, *controls]
             self._before[op] = found
         return found
 
+    def reached(self, roots: Iterable[tf.Operation]) -> set[tf.Operation]:
+        """`roots` that are there and all that they wait for."""
+        stack = [op for op in roots if self.is_there(op)]
+        found = set(stack)
+        while stack:
+            new = set(self.before(stack.pop())) - found
+            if new:
+                found |= new
+                stack += new
+        return found
+
     def closure(self, roots: Iterable[tf.Operation]) -> list[tf.Operation]:
-        """`roots` that are there and all that they wait for, in an order in which they may run."""
+        """As `reached`, in an order in which the operations may run."""
         order: list[tf.Operation] = []
-        entered: set[tf.Operation] = set()
-        stack: list[tuple[tf.Operation, bool]] = [(op, False) for op in roots if self.is_there(op)]
+        is_done: dict[tf.Operation, bool] = {}
+        stack = [op for op in roots if self.is_there(op)]
         stack.reverse()
         while stack:
-            op, done = stack.pop()
-            if done:
+            op = stack[-1]
+            done = is_done.get(op)
+            if done is None:
+                is_done[op] = False
+                stack += [p for p in self.before(op) if p not in is_done]
+                continue
+            stack.pop()
+            if not done:
+                is_done[op] = True
                 order.append(op)
-            elif op not in entered:
-                entered.add(op)
-                stack.append((op, True))
-                stack.extend((p, False) for p in self.before(op) if p not in entered)
         return order
 
 

@@ -29,14 +29,21 @@ class Twins:
     def __init__(self, nodes: Sequence[tf.Operation], reading: Reading) -> None:
         self._reading = reading
         self._leader: dict[tf.Operation, tf.Operation] = {}
-        """The first of the operations that look the same: but for attributes."""
+        """The first of the operations that look the same, but for attributes, as another one."""
         self._alike: dict[tf.Operation, list[tf.Operation]] = {}
         self._of: dict[tf.Operation, list[tf.Operation]] = {}
+        self._same: dict[int, int] = {}
+        """id(output) -> the same for the outputs of operations that look the same."""
+        self._more: dict[tuple[tf.Operation, int], int] = {}
+        """(leader, output index) -> what stands for outputs that only others have."""
         first: dict[_Key, tf.Operation] = {}
         for op in nodes:
             leader = first.setdefault(self._key(op), op)
-            self._leader[op] = leader
-            self._alike.setdefault(leader, []).append(op)
+            # Of one type all are stateful or none.
+            if leader is not op and not op._is_stateful:
+                self._leader[op] = leader
+                self._alike.setdefault(leader, [leader]).append(op)
+                self._note_same(op.outputs, leader)
 
     def of(self, op: tf.Operation) -> list[tf.Operation]:
         """The other operations that are merged with `op`."""
@@ -48,15 +55,24 @@ class Twins:
         return found
 
     def _key(self, op: tf.Operation) -> _Key:
-        if op._is_stateful:
-            return (op,)
-        inputs = self._reading.inputs(op)
+        kind = op.type
+        same = self._same
         # A loop's back edge comes from an operation that has no leader yet.
-        made = [(self._leader.get(t.op, t.op), t.value_index) for t in inputs]
-        if len(made) > 1 and _is_commutative(op.type):
-            made.sort(key=lambda pair: (pair[0]._id, pair[1]))
-        dtype = None if inputs else [t.dtype for t in op.outputs][:1]
-        return (op.type, str(dtype), frozenset(self._reading.controls(op)), *made)
+        made: list[object] = [same.get(id(t), id(t)) for t in self._reading.inputs(op)]
+        if not made:
+            made = [None, *(t.dtype.as_datatype_enum for t in op.outputs[:1])]
+        elif len(made) > 1 and _is_commutative(kind):
+            made.sort()
+        controls = self._reading.controls(op)
+        return (kind, frozenset(controls), *made) if controls else (kind, *made)
+
+    def _note_same(self, outputs: Sequence[tf.Tensor], leader: tf.Operation) -> None:
+        others = leader.outputs
+        for o, t in enumerate(outputs):
+            if o < len(others):
+                self._same[id(t)] = id(others[o])
+            else:
+                self._same[id(t)] = self._more.setdefault((leader, o), -1 - len(self._more))
 
     def _are_same(self, a: tf.Operation, b: tf.Operation) -> bool:
         """Whether two operations that look the same are the same, up to where they meet."""

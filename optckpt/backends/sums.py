@@ -15,7 +15,7 @@ from tensorflow.python.framework import ops
 
 from optckpt.frontends import tf_ops
 from optckpt.frontends.tf_capture import Capture
-from optckpt.frontends.tf_sharing import AtEverySize, AtSomeSize, tells
+from optckpt.frontends.tf_sharing import AtEverySize, AtSomeSize, Noted, tells
 from optckpt.frontends.tf_sums import Sums, at_any_size, may_take, takes_first
 from optckpt.frontends.tf_traced import Changes, Reading, changes, next_mark
 
@@ -44,12 +44,12 @@ def keep_orders(
     for op, order in orders.items():
         _permute(known, op, order)
     held = {id(t) for t in capture.outputs}
-    most = AtSomeSize()
+    most = Noted(AtSomeSize())
     unsure = [op for op in orders if op in known.copies or not takes_first(op, held, most)]
     if not unsure:
         return []
     reading = Reading(capture.tf_graph)
-    needed = set(reading.closure([t.op for t in capture.outputs]))
+    needed = reading.reached([t.op for t in capture.outputs])
     nodes = reading.closure((*capture.members, *(clone for clone, _ in clones)))
     backward = (
         op._id
@@ -64,8 +64,9 @@ def keep_orders(
     )
     sums = look(sharing=most)
     fates = sums.fates
-    if not all(map(tells, nodes)):
-        other = look(sharing=AtEverySize(), twins=sums.twins)
+    least = AtEverySize()
+    if not most.is_as(least) and not all(map(tells, nodes)):
+        other = look(sharing=least, twins=sums.twins)
         fates = {op: list(map(at_any_size, other.fates[op], found)) for op, found in fates.items()}
     copies = []
     for op, found in fates.items():
