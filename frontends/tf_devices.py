@@ -19,6 +19,7 @@ class Devices:
     def __init__(self, graph: tf.Graph | None = None) -> None:
         """`graph`: of the operations; a function's variables tell where what reads them runs."""
         self._parsed: dict[str, str] = {}
+        self._found: dict[tf.Operation, str] = {}
         default = self._of_text("")
         self._handles = {
             handle: device for handle, device in _captured(graph).items() if device != default
@@ -26,6 +27,12 @@ class Devices:
 
     def of(self, op: tf.Operation) -> str:
         """Where the operation runs: "/device:CPU:0", "/device:GPU:1", ..."""
+        found = self._found.get(op)
+        if found is None:
+            found = self._found[op] = self._look(op)
+        return found
+
+    def _look(self, op: tf.Operation) -> str:
         text = op.device
         if not text and self._handles:
             # TensorFlow places it with the variable.

@@ -41,11 +41,11 @@ class Holders:
 
     def is_read(self, node: Node, i: int) -> bool:
         """Whether the operation needs its input number `i`."""
-        return not tf_ops.is_call(node.op) or i in self._bodies.reads(node.op)
+        return node.kind not in tf_ops.CALLS or i in self._bodies.reads(node.op)
 
     def passed(self, node: Node) -> list[tuple[tf.Tensor, tf.Tensor]]:
         """(tensor, output) of what a call, branch or loop hands on unchanged or once more."""
-        found = self._bodies.outputs(node.op) if tf_ops.is_call(node.op) else None
+        found = self._bodies.outputs(node.op) if node.kind in tf_ops.CALLS else None
         if found is None:
             return []
         pairs = []
@@ -58,7 +58,7 @@ class Holders:
 
     def without_memory(self, node: Node) -> set[int]:
         """id() of the outputs of a call, branch or loop that are in no memory of their own."""
-        found = self._bodies.outputs(node.op) if tf_ops.is_call(node.op) else None
+        found = self._bodies.outputs(node.op) if node.kind in tf_ops.CALLS else None
         if found is None:
             return set()
         return {
@@ -69,7 +69,7 @@ class Holders:
 
     def kept_inputs(self, node: Node) -> dict[int, tuple[int, ...]]:
         """id() of outputs of a call, branch or loop -> buffers of its inputs that they keep."""
-        found = self._bodies.outputs(node.op) if tf_ops.is_call(node.op) else None
+        found = self._bodies.outputs(node.op) if node.kind in tf_ops.CALLS else None
         if found is None:
             return {}
         return {
@@ -87,7 +87,7 @@ class Holders:
             counted: id() of outputs -> buffers that are counted as parts of theirs.
         """
         kept: set[int] = set()
-        found = self._bodies.outputs(node.op) if tf_ops.is_call(node.op) else None
+        found = self._bodies.outputs(node.op) if node.kind in tf_ops.CALLS else None
         for o, t in enumerate(node.outputs):
             if found is not None:
                 if found.passed[o] is not None or found.repeated[o] is not None:

@@ -72,9 +72,10 @@ SAME_SIZE = SIMPLE_VIEWS | (
 )
 """Operations whose output has as many bytes as their first input."""
 
-_CALLS = words("""
+CALLS = words("""
     While StatelessWhile If StatelessIf Case StatelessCase PartitionedCall StatefulPartitionedCall
     """)
+"""Operations that run functions: calls, conditionals, loops."""
 
 _CONTROL_FLOW_V1 = words("""
     Enter RefEnter Exit RefExit Switch RefSwitch Merge RefMerge NextIteration RefNextIteration
@@ -164,7 +165,7 @@ def inplace_inputs(op: tf.Operation) -> tuple[int, ...]:
 
 def is_call(op: tf.Operation) -> bool:
     """Whether the operation runs functions: a call, a conditional, a loop."""
-    return op.type in _CALLS
+    return op.type in CALLS
 
 
 def is_control_flow_v1(op: tf.Operation) -> bool:
@@ -181,7 +182,7 @@ def is_foldable(op: tf.Operation) -> bool:
     kind = op.type
     if not op.inputs or kind in RESIDENT or op.control_inputs or op._is_stateful:
         return False
-    if kind in _CALLS or kind in _CONTROL_FLOW_V1 or runs_once(kind):
+    if kind in CALLS or kind in _CONTROL_FLOW_V1 or runs_once(kind):
         return False
     return not any(is_opaque(t.dtype) for t in (*op.inputs, *op.outputs))
 

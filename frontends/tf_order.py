@@ -310,8 +310,10 @@ def _not_too_early(
             c = stack.pop()
             if c in only or c not in movable:
                 continue
-            users = {r for t in nodes[c].outputs for r in readers.of(t)}
-            if users <= only and not readers.waiting_for(nodes[c]):
+            if readers.waiting_for(nodes[c]):
+                continue
+            # Of what many read, mostly the first reader tells.
+            if all(r in only for t in nodes[c].outputs for r in readers.of(t)):
                 only.add(c)
                 stack += [index[p] for p in nodes[c].makers if p in index]
         only.remove(i)

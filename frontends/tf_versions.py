@@ -72,7 +72,7 @@ class Versions:
             for group in order
             for node in group
             if node.kind not in VARIABLE_READS
-            and not tf_ops.is_call(node.op)
+            and node.kind not in tf_ops.CALLS
             and node.op._is_stateful
             for handle in _handles(node)
         }
@@ -105,7 +105,7 @@ class Versions:
         """
         found = []
         for node in group if self._assigned else ():
-            if node.kind in VARIABLE_READS or tf_ops.is_call(node.op):
+            if node.kind in VARIABLE_READS or node.kind in tf_ops.CALLS:
                 continue
             for handle in _handles(node):
                 values = self._read.pop(id(handle), [])

@@ -335,13 +335,22 @@ def check_acyclic(capture: Capture, edit: Edit) -> None:
             next_of[a].append(b)
             waiting[b] += 1
 
-    for op in members:
-        changed = moved.get(op, {})
-        makers = {t.op for i, t in enumerate(op.inputs) if i not in changed}
-        for p in (makers - back_edges).union(map(_node, changed.values())):
-            edge(p, op)
-        for p in op.control_inputs:
-            edge(p, op)
+    for op, g in zip(members, group, strict=False):
+        earlier: list[Node]
+        if op in moved or back_edges:
+            changed = moved.get(op, {})
+            earlier = [t.op for i, t in enumerate(op.inputs) if i not in changed]
+            earlier = [p for p in earlier if p not in back_edges]
+            earlier += map(_node, changed.values())
+        else:
+            earlier = [t.op for t in op.inputs]
+        earlier += op.control_inputs
+        for p in earlier:
+            # As `edge`, which would take longer.
+            place = index.get(p)
+            if place is not None and group[place] != g:
+                next_of[group[place]].append(g)
+                waiting[g] += 1
     for c, clone in enumerate(edit.clones):
         for source in clone.inputs:
             edge(_node(source), c)
