@@ -33,7 +33,7 @@ from optckpt.frontends.tf_devices import Devices, shares
 from optckpt.frontends.tf_finish import CPU_COUNT_FROM
 from optckpt.frontends.tf_nodes import Node, Nodes, ancestors
 from optckpt.frontends.tf_ops import METADATA, RESIDENT, views
-from optckpt.frontends.tf_order import execution_order, outside_consumers
+from optckpt.frontends.tf_order import Ordering, outside_consumers
 from optckpt.frontends.tf_shadow import shadow
 from optckpt.frontends.tf_shapes import Sizes
 from optckpt.frontends.tf_sums import with_orders
@@ -214,7 +214,8 @@ def _capture(
     running = None if live is None else set(live)
     outside = outside_consumers(nodes, needed, forward, sizes, running, device)
     among = needed | outside
-    order = execution_order(among, forward, outside, sizes, after, early_updates=early_updates)
+    ordering = Ordering(among, forward, outside, sizes, after)
+    order = ordering.order(early_updates=early_updates)
     anchor = gradients[0].op._get_control_flow_context() if gradients else None
     alone = all(devices.of(n.op) == device for n in among if n.kind not in RESIDENT)
     built = Build(
@@ -228,7 +229,7 @@ def _capture(
         shares=placed,
     )
     if after and early_updates and plain_updates_last:
-        late = execution_order(among, forward, outside, sizes, after, early_updates=False)
+        late = ordering.order(early_updates=False)
         place = {node.op: i for i, group in enumerate(late) for node in group}
         units = range(len(built.units))
         built = replace(

@@ -62,81 +62,95 @@ def outside_consumers(
     return nodes.ancestors((node.op for node in found), needed) - needed
 
 
-def execution_order(
-    among: set[Node],
-    forward: set[Node],
-    outside: set[Node],
-    sizes: Sizes,
-    after: Collection[Node] = (),
-    *,
-    early_updates: bool = True,
-) -> list[tuple[Node, ...]]:
-    """A topological order over data and control edges, ties by creation, in groups.
+class Ordering:
+    """Topological orders of a step over data and control edges, ties by creation, in groups.
 
-    A group is a unit of operations that must stay together, or a single operation. Operations
-    in `outside` come as soon as they can, and with `early_updates` so do those in `after`, which
-    no gradient needs; these overwrite a variable only when all that reads its old value is done.
-    Of the backward operations that read one large tensor, those whose results are final come
-    first (a layer's weights before its input): the layer's activations may then die before the
-    gradient that flows on is allocated.
-    O((operations + edges) log operations).
+    A group is a unit of operations that must stay together, or a single operation. Of the backward
+    operations that read one large tensor, those whose results are final come first (a layer's
+    weights before its input): the layer's activations may then die before the gradient that flows
+    on is allocated. O((operations + edges) log operations) each.
     """
-    nodes = sorted(among, key=by_creation)
-    index = {node: i for i, node in enumerate(nodes)}
-    before = [
-        [index[p] for p in node.makers if p.kind not in _NEXT_ITERATION]
-        + [index[p] for p in node.control_inputs]
-        for node in nodes
-    ]
-    readers = _Readers(nodes)
-    for i, earlier in (*_effects(nodes), *_old_readers(nodes, readers, after)):
-        before[i].append(index[earlier])
-        nodes[i].effects.append(earlier)
-    for i, p in _not_too_early(nodes, index, readers, after, before):
-        before[i].append(p)
-    units = _units(nodes, readers)
-    rank = _ranks(nodes, forward, sizes, readers, after)
-    early = outside.union(after) if early_updates else outside
-    # Where each operation stands among those that are ready.
-    first = sorted(range(len(nodes)), key=lambda i: (nodes[i] not in early, rank[i]))
-    place = [0] * len(nodes)
-    for n, i in enumerate(first):
-        place[i] = n
-    while True:
-        group_of = list(range(len(nodes)))
-        members: dict[int, tuple[int, ...]] = {}
-        for unit in units:
-            members[unit[0]] = unit
-            for i in unit:
-                group_of[i] = unit[0]
-        waiting = [0] * len(nodes)
-        next_of: list[list[int]] = [[] for _ in nodes]
-        for i, ps in enumerate(before):
-            g = group_of[i]
-            for p in {group_of[p] for p in ps}:
-                if p != g:
-                    waiting[g] += 1
-                    next_of[p].append(g)
-        heap = [place[i] for i in range(len(nodes)) if group_of[i] == i and not waiting[i]]
-        heapq.heapify(heap)
-        order: list[tuple[Node, ...]] = []
-        count = 0
-        while heap:
-            g = first[heapq.heappop(heap)]
-            group = members.get(g, (g,))
-            order.append(tuple(nodes[i] for i in group))
-            count += len(group)
-            for n in next_of[g]:
-                waiting[n] -= 1
-                if not waiting[n]:
-                    heapq.heappush(heap, place[n])
-        if count == len(nodes):
-            return order
-        # Something lies between the members of a unit: it cannot stay together.
-        stuck = _on_cycles({g for g, n in enumerate(waiting) if n and group_of[g] == g}, next_of)
-        if not any(u[0] in stuck for u in units):
-            raise CaptureError("the graph has a cycle outside of loops; it cannot be planned")
-        units = [u for u in units if u[0] not in stuck]
+
+    def __init__(
+        self,
+        among: set[Node],
+        forward: set[Node],
+        outside: set[Node],
+        sizes: Sizes,
+        after: Collection[Node] = (),
+    ) -> None:
+        """`outside`: operations that come as soon as they can. `after`: those that come after the
+        gradients, which need none of them."""
+        nodes = sorted(among, key=by_creation)
+        index = {node: i for i, node in enumerate(nodes)}
+        before = [
+            [index[p] for p in node.makers if p.kind not in _NEXT_ITERATION]
+            + [index[p] for p in node.control_inputs]
+            for node in nodes
+        ]
+        readers = _Readers(nodes)
+        for i, earlier in (*_effects(nodes), *_old_readers(nodes, readers, after)):
+            before[i].append(index[earlier])
+            nodes[i].effects.append(earlier)
+        for i, p in _not_too_early(nodes, index, readers, after, before):
+            before[i].append(p)
+        self._nodes = nodes
+        self._before = before
+        self._units = _units(nodes, readers)
+        self._rank = _ranks(nodes, forward, sizes, readers, after)
+        self._outside = outside
+        self._after = after
+
+    def order(self, *, early_updates: bool = True) -> list[tuple[Node, ...]]:
+        """The groups in order.
+
+        With `early_updates` what comes after the gradients comes as soon as it can, too; it
+        overwrites a variable only when all that reads its old value is done.
+        """
+        nodes, before, rank, units = self._nodes, self._before, self._rank, self._units
+        early = self._outside.union(self._after) if early_updates else self._outside
+        # Where each operation stands among those that are ready.
+        first = sorted(range(len(nodes)), key=lambda i: (nodes[i] not in early, rank[i]))
+        place = [0] * len(nodes)
+        for n, i in enumerate(first):
+            place[i] = n
+        while True:
+            group_of = list(range(len(nodes)))
+            members: dict[int, tuple[int, ...]] = {}
+            for unit in units:
+                members[unit[0]] = unit
+                for i in unit:
+                    group_of[i] = unit[0]
+            waiting = [0] * len(nodes)
+            next_of: list[list[int]] = [[] for _ in nodes]
+            for i, ps in enumerate(before):
+                g = group_of[i]
+                for p in {group_of[p] for p in ps}:
+                    if p != g:
+                        waiting[g] += 1
+                        next_of[p].append(g)
+            heap = [place[i] for i in range(len(nodes)) if group_of[i] == i and not waiting[i]]
+            heapq.heapify(heap)
+            order: list[tuple[Node, ...]] = []
+            count = 0
+            while heap:
+                g = first[heapq.heappop(heap)]
+                group = members.get(g, (g,))
+                order.append(tuple(nodes[i] for i in group))
+                count += len(group)
+                for n in next_of[g]:
+                    waiting[n] -= 1
+                    if not waiting[n]:
+                        heapq.heappush(heap, place[n])
+            if count == len(nodes):
+                return order
+            # Something lies between the members of a unit: it cannot stay together.
+            stuck = _on_cycles(
+                {g for g, n in enumerate(waiting) if n and group_of[g] == g}, next_of
+            )
+            if not any(u[0] in stuck for u in units):
+                raise CaptureError("the graph has a cycle outside of loops; it cannot be planned")
+            units = [u for u in units if u[0] not in stuck]
 
 
 class _Readers:
