@@ -1,5 +1,20 @@
-"""`python -m optckpt`: the command line."""
+"""The command line: `optckpt`, or `python -m optckpt`."""
 
-from optckpt.cli import main
+from __future__ import annotations
 
-main()
+import sys
+
+
+def main() -> None:
+    """Run the command line; ends the process."""
+    try:
+        # Takes a second, in which Ctrl-C deserves an answer, too.
+        from optckpt.cli import main as run
+    except KeyboardInterrupt:
+        sys.stderr.write("optckpt: error: interrupted\n")
+        raise SystemExit(130) from None
+    run()
+
+
+if __name__ == "__main__":
+    main()

@@ -31,9 +31,9 @@ def interruption() -> Iterator[Callable[[], bool]]:
 
     def handle(number: int, frame: Any) -> None:
         nonlocal pressed
-        if not pressed:
+        first, pressed = not pressed, True
+        if first:
             again.start()
-        pressed = True
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGINT, handle)

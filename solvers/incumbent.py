@@ -22,6 +22,7 @@ from optckpt.solvers.order_search import OrderArrays, to_order_arrays
 from optckpt.solvers.order_sequence import Heat, anneal_sequence
 from optckpt.solvers.preprocess import Problem, preprocess
 from optckpt.solvers.registry import SolveOptions
+from optckpt.solvers.rotor import rotor
 from optckpt.solvers.sequence import cost, profile
 
 logger = logging.getLogger("optckpt.solvers.incumbent")
@@ -34,6 +35,8 @@ POLISH = 20_000
 """Moves of the annealings that start from a schedule made by a rule."""
 WORTH = 1e-4
 """A gap (fraction of the plain step) that is worth a last annealing."""
+SHORT = 3.0
+"""Seconds of a time limit below which the rules, the quickest, come first."""
 LARGE = 3000
 """Operations beyond which everything takes its time."""
 WORK = 60_000_000
@@ -155,6 +158,8 @@ class Incumbent:
 
     def first_schedules(self) -> None:
         """A first schedule, from whatever finds one, and the best that fixed rules know."""
+        if self.options.time_limit < SHORT:
+            self.offer_heuristics()
         if self.problem.n <= LARGE:
             self.improve(self.base, FIRST_TRIES[0], hot=3.0)
         self.offer_heuristics()
@@ -175,7 +180,7 @@ class Incumbent:
         seconds = HEURISTIC_SECONDS * max(1.0, len(self.graph.operations) / 1000)
         seconds = min(seconds, max(0.01, self.remaining() / 4))
         limited = replace(self.options, time_limit=seconds, progress=None)
-        for strategy in (sqrt_n, griewank, chen_greedy, speed):
+        for strategy in (sqrt_n, griewank, rotor, chen_greedy, speed):
             with contextlib.suppress(OptckptError):
                 solution = strategy(self.graph, self.budget + self.graph.resident, limited)
                 if solution.schedule is not None and solution.certificate.status == "feasible":
@@ -210,6 +215,8 @@ class Incumbent:
     ) -> None:
         """Anneal from `sequence` and offer what comes out; `price` is that of `anneal`."""
         self.tries += 1
+        if self.remaining() <= 0:
+            return
         best = self._anneal(
             sequence,
             # A small graph is soon searched through.

@@ -30,7 +30,7 @@ from optckpt.solvers.order import free_order
 from optckpt.solvers.order_chain import order_chain_bound
 from optckpt.solvers.potentials import potentials
 from optckpt.solvers.preprocess import preprocess
-from optckpt.solvers.registry import SolveOptions
+from optckpt.solvers.registry import Interrupted, SolveOptions
 from optckpt.solvers.search_state import SearchState
 from optckpt.solvers.stage_cuts import STEP, Choice, read_choice
 
@@ -68,8 +68,8 @@ def optimal(graph: TrainingGraph, budget: int | None, options: SolveOptions) -> 
     anywhere behind the first execution of their operation, as often as they pay.
 
     Raises:
-        KeyboardInterrupt: if interrupted before a fitting schedule was found; afterwards an
-            interrupt ends the search with the best schedule so far.
+        KeyboardInterrupt: if interrupted before a fitting schedule was found.
+        Interrupted: if interrupted afterwards, with the best schedule so far.
         OptckptError: if OR-Tools cannot be run.
     """
     started = time.monotonic()
@@ -82,7 +82,10 @@ def optimal(graph: TrainingGraph, budget: int | None, options: SolveOptions) -> 
         )
     if options.order == "free":
         return free_order(graph, budget, options, in_base_order)
-    return in_base_order(graph, budget, options)[0]
+    solution, interrupted = in_base_order(graph, budget, options)
+    if interrupted:
+        raise Interrupted(solution)
+    return solution
 
 
 def in_base_order(

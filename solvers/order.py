@@ -24,7 +24,7 @@ from optckpt.simulate import simulate
 from optckpt.solvers import engine
 from optckpt.solvers.decode import drop_dead
 from optckpt.solvers.floor import any_order_floor, static_floor
-from optckpt.solvers.incumbent import known_schedule, prepare
+from optckpt.solvers.incumbent import WORTH, known_schedule, prepare
 from optckpt.solvers.local_search import anneal, to_arrays
 from optckpt.solvers.loss_cut import STEP, start_loss_cut
 from optckpt.solvers.order_chain import order_chain_bound
@@ -39,7 +39,7 @@ from optckpt.solvers.order_search import (
 )
 from optckpt.solvers.order_sequence import Annealed, Heat, anneal_sequence
 from optckpt.solvers.preprocess import Problem, preprocess
-from optckpt.solvers.registry import Progress, SolveOptions
+from optckpt.solvers.registry import Interrupted, Progress, SolveOptions
 from optckpt.solvers.sequence import cost, profile
 
 logger = logging.getLogger("optckpt.solvers.order")
@@ -115,6 +115,7 @@ def free_order(
 
     Raises:
         KeyboardInterrupt: if interrupted before a fitting schedule was found.
+        Interrupted: if interrupted afterwards, with the best schedule so far.
         OptckptError: if OR-Tools cannot be run.
     """
     search = _FreeOrder(graph, budget, options, in_order)
@@ -123,14 +124,19 @@ def free_order(
     engine.warm_up()
     try:
         status = search.run()
+        if status == "optimal":
+            search.compare_with_base()
     except KeyboardInterrupt:
         if search.best is None:
             raise
-        status = "feasible"
+        status, search.interrupted = "feasible", True
     finally:
         if search.bounding is not None:
             search.bounding.cancel()
-    return search.solution(status)
+    solution = search.solution(status)
+    if search.interrupted and solution.schedule is not None:
+        raise Interrupted(solution)
+    return solution
 
 
 class _HopelessError(Exception):
@@ -423,6 +429,12 @@ class _FreeOrder:
         logger.debug("an order: %s, %.1f s", solution.certificate, before - self.remaining())
         if solution.schedule is not None:
             self.offer(list(solution.schedule.out_of(order).executions))
+
+    def compare_with_base(self) -> None:
+        """Solve the base order, too, if that may give something cheaper within the tolerance."""
+        base = list(range(self.problem.n))
+        if self.cost - self.bound > WORTH and base not in self.solved and not self.interrupted:
+            self.solve_in_order(base, BASE_SHARE)
 
     def relay(self, inner: Progress) -> None:
         """Report the progress of a solver that works on one order; end it if it is hopeless."""

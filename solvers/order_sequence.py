@@ -20,7 +20,9 @@ from optckpt.solvers.order_moves import limits, next_use, shift_run, shift_toget
 from optckpt.solvers.order_search import OrderArrays
 
 PART = 40_000_000
-"""Moves times positions that run without a look at the clock: a tenth of a second."""
+"""Moves times what one goes through that run without a look at the clock: a tenth of a second."""
+MOVE, READER = 200, 20
+"""What a move goes through besides positions, and for each two readers of a buffer."""
 MOST_ALONG = 200
 """Executions that a shift may take along; more cost more time than they are worth."""
 DRAWS = 50
@@ -413,7 +415,9 @@ def anneal_sequence(
         enough: end as soon as a sequence that fits is at most this expensive.
         stop: asked a few times a second; ends the annealing early.
     """
-    parts = 1 + moves * (200 + len(sequence)) // PART
+    readers = np.diff(arrays.reader_start)
+    crowd = READER * int(readers @ readers) // max(1, len(readers))
+    parts = 1 + moves * (MOVE + len(sequence) + crowd) // PART
     last = np.asarray(sequence, np.int64)
     best: list[int] | None = None
     ratio = (heat.cold / heat.hot) ** (1.0 / parts)

@@ -89,6 +89,13 @@ _NUMBERS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
 }
 
 
+FIRST_SHARE = 0.8
+"""Share of the time for the first round where operations have limits; see `Operation`."""
+LEAST_SHARE = 0.05
+"""Share of the time that any round has."""
+ROUNDS = 4
+
+
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C, with the best that a strategy had found by then."""
 
@@ -194,30 +201,36 @@ def _within_repeat_limits(
 
     Strategies do not know of `Operation.repeat_before`. They solve the graph without these limits,
     which hardly ever matter: a variable is updated when all that reads it has been done. Where
-    they do, the operations concerned are not repeated at all, and the strategy solves once more.
+    they do, the operations concerned are not repeated at all, and the strategy solves once more,
+    in the time that was left for that; in the last round nothing that has a limit is repeated.
     The bound is that of the graph without limits, of which each schedule of `graph` is one.
     """
-    begin = time.perf_counter()
     allowed, first = graph.without_repeat_limits, None
+    limited = {o for o, op in enumerate(graph.operations) if op.repeat_before}
     start = _usable(options.start, allowed, options.order)
-    spent = 0.0
+    end = time.perf_counter() + options.time_limit
+    time_limit = (FIRST_SHARE if limited else 1.0) * options.time_limit
+    spent, rounds = 0.0, 0
     while True:
+        interrupted = False
         try:
-            solution = run(allowed, budget, replace(options, start=start))
+            solution = run(allowed, budget, replace(options, start=start, time_limit=time_limit))
         except Interrupted as e:
-            solution = e.solution
+            solution, interrupted = e.solution, True
         first = first or solution.certificate
         spent += solution.certificate.seconds
+        rounds += 1
         late = set() if solution.schedule is None else _repeated_late(graph, solution.schedule)
         if not late:
             relaxed = _relaxed(solution.certificate, first, options)
             return replace(solution, certificate=replace(relaxed, seconds=spent))
+        if interrupted:
+            raise KeyboardInterrupt
         operations = list(allowed.operations)
-        for o in late:
+        for o in late if rounds < ROUNDS else limited:
             operations[o] = replace(operations[o], repeatable=False)
         allowed, start = replace(allowed, operations=tuple(operations)), None
-        left = options.time_limit - (time.perf_counter() - begin)
-        options = replace(options, time_limit=max(left, 0.2 * options.time_limit))
+        time_limit = max((end - time.perf_counter()) / 2, LEAST_SHARE * options.time_limit)
 
 
 def _usable(start: Schedule | None, graph: TrainingGraph, order: Order) -> Schedule | None:

@@ -29,6 +29,21 @@ def test_tells_whether_it_was_pressed() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_pressed_twice_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Timer.start
+
+    def pressed_meanwhile(timer: threading.Timer) -> None:
+        start(timer)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)
+
+    monkeypatch.setattr(threading.Timer, "start", pressed_meanwhile)
+    with interruption() as pressed:
+        with pytest.raises(KeyboardInterrupt):
+            press()
+        assert pressed()
+
+
 def test_raised_again_if_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PATIENCE", 0.2)
     swallowed: list[int] = []
