@@ -312,3 +312,40 @@ def other_order(graph: TrainingGraph) -> Schedule:
             continue
         return swapped
     raise AssertionError("every operation needs the one before")
+
+
+def last_first(graph, budget, options):
+    """Repeats, at the very end, the last operation that may be repeated."""
+    again = [o for o, op in enumerate(graph.operations) if op.repeatable][-1:]
+    schedule = Schedule((*Schedule.base(graph).executions, *again))
+    cost = simulate(graph, schedule).overhead
+    return Solution(schedule, Certificate("late", "feasible", cost, 0.0, 0.0))
+
+
+def test_rounds_end_and_share_the_time():
+    graph = synthetic.with_random_limits(synthetic.random_graph(3, 60, repeatable=1.0), 3, 0.9)
+    limited = sum(op.repeatable and bool(op.repeat_before) for op in graph.operations)
+    assert limited > 2 * registry.ROUNDS
+    given_time = []
+
+    def watched(graph, budget, options):
+        given_time.append(options.time_limit)
+        return last_first(graph, budget, options)
+
+    answer = solve(graph, None, watched, SolveOptions(time_limit=100.0))
+    assert not registry._repeated_late(graph, answer.schedule)
+    assert 1 < len(given_time) <= registry.ROUNDS + 1
+    assert sum(given_time) <= 100.0
+
+
+def test_no_round_after_an_interruption():
+    graph = synthetic.with_random_limits(synthetic.random_graph(3, 60, repeatable=1.0), 3, 0.9)
+    calls = []
+
+    def interrupted(graph, budget, options):
+        calls.append(1)
+        raise registry.Interrupted(last_first(graph, budget, options))
+
+    with pytest.raises(KeyboardInterrupt):
+        solve(graph, None, interrupted)
+    assert calls == [1]
