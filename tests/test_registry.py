@@ -1,5 +1,6 @@
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -322,11 +323,13 @@ def last_first(graph, budget, options):
     return Solution(schedule, Certificate("late", "feasible", cost, 0.0, 0.0))
 
 
-def test_rounds_end_and_share_the_time():
+def test_rounds_end_and_share_the_time(monkeypatch):
     graph = synthetic.with_random_limits(synthetic.random_graph(3, 60, repeatable=1.0), 3, 0.9)
     limited = sum(op.repeatable and bool(op.repeat_before) for op in graph.operations)
     assert limited > 2 * registry.ROUNDS
     given_time = []
+    clock = SimpleNamespace(perf_counter=lambda: sum(given_time))
+    monkeypatch.setattr(registry, "time", clock)
 
     def watched(graph, budget, options):
         given_time.append(options.time_limit)
@@ -335,7 +338,8 @@ def test_rounds_end_and_share_the_time():
     answer = solve(graph, None, watched, SolveOptions(time_limit=100.0))
     assert not registry._repeated_late(graph, answer.schedule)
     assert 1 < len(given_time) <= registry.ROUNDS + 1
-    assert sum(given_time) <= 100.0
+    assert given_time[0] == 80.0
+    assert sum(given_time) <= 110.0
 
 
 def test_no_round_after_an_interruption():
