@@ -62,6 +62,8 @@ class PlannedStep:
         """So many more before the present step. A new plan counts them by itself."""
         self._exceeded: tuple[int, ...] = ()
         """Peaks above the budget, in the order in which they were measured."""
+        self._peak_before: int | None = None
+        """The highest peak on the device before the present step; None: no longer of interest."""
         self._best: tuple[int, Plan, Callable[..., Any]] | None = None
         """Of the plans that exceeded the budget, the one with the lowest peak, and its peak."""
 
@@ -87,11 +89,13 @@ class PlannedStep:
             self._on_plan(plan)
         # Here, and not before the step, because measuring costs takes memory, too.
         self._in_use = self._reset()
+        if not self._calibrate:
+            self._peak_before = self._read_peak()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Take a step."""
         if not self._left:
-            return self._function(*args, **kwargs)
+            return self._watched(*args, **kwargs)
         self._grown = 0
         if self._in_use is not None:
             self._grown = max(0, self._reset() - self._in_use)
@@ -104,6 +108,29 @@ class PlannedStep:
             self._return_to_best(str(e))
             return self._function(*args, **kwargs)
         self._learn()
+        return result
+
+    def _watched(self, *args: Any, **kwargs: Any) -> Any:
+        """Take a step that is not calibrated, and warn, once, if it is seen to exceed the budget.
+
+        The statistics are the caller's, and are not reset: what is seen is a peak higher than all
+        before it.
+        """
+        if self._peak_before is not None:
+            self._peak_before = self._read_peak()
+        result = self._function(*args, **kwargs)
+        if self._peak_before is None or self._budget is None:
+            return result
+        peak = self._read_peak()
+        if peak > max(self._peak_before, self._budget):
+            self._peak_before = None
+            logger.warning(
+                "a training step peaked at %s, above its budget of %s: calibrate=True plans again "
+                "for what was measured, a larger memory.margin leaves more room%s",
+                format_bytes(peak),
+                format_bytes(self._budget),
+                "; batches fetched in advance may be the cause" * ("CPU" in (self._device or "")),
+            )
         return result
 
     def _learn(self) -> None:
@@ -185,9 +212,13 @@ class PlannedStep:
 
     def _peak(self) -> int:
         """Bytes; 0 if unknown."""
+        tf.test.experimental.sync_devices()
+        return self._read_peak()
+
+    def _read_peak(self) -> int:
+        """Bytes, of what the device has finished; 0 if unknown."""
         if self._device is None:
             return 0
-        tf.test.experimental.sync_devices()
         try:
             return int(tf.config.experimental.get_memory_info(self._device)["peak"])
         except ValueError:

@@ -123,6 +123,8 @@ def _failure(
             "time limit"
         )
     advice = ["raise the budget", "reduce the batch size"]
+    if limit <= 100:
+        advice.insert(0, f'write "{limit}%" if a share of the plain step\'s peak is meant')
     lowest = proven_floor(graph, order).bytes
     if allowed is not graph and lowest <= limit:
         advice.append(

@@ -62,14 +62,31 @@ def step_of(ws, budget, hidden=HIDDEN, **options):
     )
 
 
-def test_without_it_the_budget_is_exceeded():
+def test_without_it_the_budget_is_exceeded_and_a_warning_says_so_once(caplog):
     step = step_of(weights(), "80%")
     x = tf.constant(X)
     step(x)
-    tf.config.experimental.reset_memory_stats("CPU:0")
-    step(x)
-    assert peak() > step.last_plan.budget
+    for _ in range(2):
+        tf.config.experimental.reset_memory_stats("CPU:0")
+        step(x)
+        assert peak() > step.last_plan.budget
     assert step.last_plan.calibrated == ()
+    (warning,) = (r.message for r in caplog.records if r.name == "optckpt.calibration")
+    assert "above its budget of" in warning
+    assert "calibrate=True" in warning
+
+
+def test_no_warning_of_peaks_that_the_step_did_not_reach(caplog):
+    step = step_of(weights(), "90%", hidden=4)
+    x = tf.constant(X)
+    step(x)
+    tf.config.experimental.reset_memory_stats("CPU:0")
+    large = tf.ones([64 << 20])
+    del large
+    for _ in range(2):
+        step(x)
+    assert peak() > step.last_plan.budget
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
 
 
 def test_planned_again_with_what_was_learnt(caplog):
