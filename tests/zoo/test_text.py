@@ -170,7 +170,7 @@ def embedding_lookup_over_a_list(way: Way) -> Trial:
     return loop(step, [(TOKENS,)], [*shards, *ws])
 
 
-@zoo.row("gradients", "a ShardedVariable as a kernel", 0.7)
+@zoo.row("gradients", "a ShardedVariable as a kernel", 0.78)
 def sharded_variable(way: Way) -> Trial:
     shards = [weight(16, 32, seed=i) for i in range(3)]
     ws = [weight(32, 32, seed=i) for i in range(4)]
