@@ -190,9 +190,7 @@ class _Search(SearchState):
             if self.closed() or not self.cuts or self.incumbent.remaining() <= 0:
                 break
             most = REFINE_COLUMNS[min(k, len(REFINE_COLUMNS) - 1)]
-            if self.strengthening.build(self.cuts, self.moments).open > most:
-                break
-            choice = self.solve_round(REFINE_NODES)
+            choice = self.solve_round(REFINE_NODES, most)
             if choice is None:
                 break
             sequence = decode(self.problem, choice)
@@ -302,15 +300,17 @@ class _Search(SearchState):
         self.raise_bound(outcome.bound)
         return "optimal" if self.closed() else None
 
-    def solve_round(self, nodes: int | None = None) -> Choice | None:
+    def solve_round(self, nodes: int | None = None, columns: int | None = None) -> Choice | None:
         """Solve the relaxation for the current cuts, annealing meanwhile.
 
         Raises the bound. Goes through at most `nodes` nodes of the search tree. Returns None if
         there is no solution: the relaxation is infeasible, or dearer than the incumbent, or the
-        time is over.
+        time is over; and at once if more than `columns` columns are open.
         """
-        self.rounds += 1
         strengthened = self.strengthening.build(self.cuts, self.moments, self.cutoff())
+        if columns is not None and strengthened.open > columns:
+            return None
+        self.rounds += 1
         relaxation, cutoff = strengthened.relaxation, strengthened.cutoff
         # Larger relaxations take longer, which leaves this process more time.
         self.effort = 20_000 * min(self.rounds, 4) + 20 * len(relaxation.model.cost)

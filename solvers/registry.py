@@ -94,6 +94,7 @@ FIRST_SHARE = 0.8
 LEAST_SHARE = 0.05
 """Share of the time that any round has."""
 ROUNDS = 4
+"""So many rounds bar what was repeated too late; the next one bars all that has a limit."""
 
 
 class Interrupted(KeyboardInterrupt):

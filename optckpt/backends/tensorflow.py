@@ -82,9 +82,7 @@ def rewrite(capture: Capture, schedule: Schedule, *, scope: str = "optckpt") -> 
     copies = keep_orders(capture, executed, scope)
     chain = [_made(n, clones) for group in edit.chain for n in group]
     remember(capture, chain)
-    separate_partners(
-        ([clones[n] if isinstance(n, int) else n for n in unit] for unit in edit.units), scope
-    )
+    separate_partners(([_made(n, clones) for n in unit] for unit in edit.units), scope)
     _hide_permutations(capture.tf_graph, chain)
     _protect(capture.tf_graph, [*chain, *copies])
     bar_xla(capture.tf_graph, scope)
