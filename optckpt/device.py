@@ -53,14 +53,16 @@ def allocator(device: str, count_from: int, held: tuple[int, ...]) -> Allocator 
     return Allocator(smallest=CPU_COUNT_FROM, held=held)
 
 
-def free_chunks(device: str, smallest: int) -> tuple[int, ...] | None:
+def free_chunks(device: str, smallest: int, wanted: int = 0) -> tuple[int, ...] | None:
     """Bytes of the free chunks of the allocator of `device`, the smallest first; None if unknown.
 
     They are found by taking blocks of at least `smallest` bytes one after the other: each comes
     from the smallest chunk that is large enough, next to the one before while there is something
-    left of that chunk. No more is taken than was in use before, so that the allocator need not
-    grow: of the last and largest chunk perhaps only the beginning is found, and nothing of what is
-    larger still. Nothing is written to the blocks. On CPU only.
+    left of that chunk. As much is taken as was in use before, or `wanted` bytes, for which the
+    allocator may grow now instead of later (and the device's peak rise); not if its limit is so
+    near that it might refuse, for which it would wait. Of the last and largest chunk perhaps only
+    the beginning is found, and nothing of what is larger still. Nothing is written to the blocks,
+    so that the machine has no memory to give for them. On CPU only.
     """
     if "CPU" not in device.upper() or not smallest:
         return None
@@ -73,7 +75,11 @@ def free_chunks(device: str, smallest: int) -> tuple[int, ...] | None:
         try:
             info = tf.config.experimental.get_memory_info(name)
             used = int(info["current"])
-            room = int(info["peak"]) - used
+            highest = int(info["peak"])
+            room = highest - used
+            # Doubling as it grows, it has no more than about twice what was ever in use.
+            if 2 * (max(highest, used + wanted)) <= memory_limit(device):
+                room = max(room, wanted)
             block = max(smallest, room // _MOST_BLOCKS)
             shape = tf.constant([block])
             end = 0

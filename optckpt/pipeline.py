@@ -27,7 +27,8 @@ from optckpt.plan_cache import cache_for
 from optckpt.planner import check_fits
 from optckpt.request import Checkpoints, Request
 from optckpt.reuse import Problem, plan_once
-from optckpt.schedule import Plan
+from optckpt.schedule import Plan, Schedule
+from optckpt.simulate import simulate
 from optckpt.solvers.registry import SolveOptions
 from optckpt.xla import is_compiled, refuse_marked
 
@@ -90,17 +91,28 @@ def allocator_of(found: Capture) -> Allocator | None:
     return device.allocator(found.device, found.count_from, found.resident_blocks)
 
 
-def _allocator_now(found: Capture) -> Allocator | None:
-    """As `allocator_of`, for a step in this process: with the chunks that are free now."""
+def _allocator_now(found: Capture, wanted: int = 0) -> Allocator | None:
+    """As `allocator_of`, for a step in this process: with the chunks that are free now.
+
+    `wanted`: bytes that the step may take; see `device.free_chunks`.
+    """
     allocator = allocator_of(found)
     if allocator is None or allocator.region:
         return allocator
-    free = device.free_chunks(found.device, allocator.smallest)
-    return replace(allocator, free=free, coming=(*found.folded, *blocks_to_come(found)))
+    coming = (*found.folded, *blocks_to_come(found))
+    free = device.free_chunks(found.device, allocator.smallest, wanted)
+    in_use = device.bytes_in_use(found.device)
+    return replace(allocator, free=free, in_use=in_use, coming=coming)
 
 
-def _reporter(found: Capture, compiled: bool) -> Reporter | None:
-    allocator = _allocator_now(found)
+def _reporter(
+    found: Capture, graph: TrainingGraph, request: Request, compiled: bool
+) -> Reporter | None:
+    budget, wanted = request.budget_on(found.device), 0
+    if budget is not None:
+        peak = simulate(graph, Schedule.base(graph)).peak
+        wanted = min(budget.resolve(peak), peak) - graph.resident
+    allocator = _allocator_now(found, wanted)
     return XlaFigures(found, allocator) if compiled else allocator
 
 
@@ -139,7 +151,7 @@ def apply(found: Capture, request: Request) -> Plan:
             strategy=request.strategy,
             options=_solve_options(settings, found, request.checkpoints),
             margin=settings.memory.margin,
-            allocator=_reporter(found, compiled),
+            allocator=_reporter(found, graph, request, compiled),
             plain_graph=graph if compiled else found.plain(graph),
             max_overhead=request.max_overhead,
             # XLA orders by itself.

@@ -111,7 +111,7 @@ def test_small_blocks_are_not_counted():
 
 
 def test_json_round_trip():
-    for allocator in (Allocator(256, 1 << 20, (3, 4)), Allocator(256, 0, (), (5, 6), (7,))):
+    for allocator in (Allocator(256, 1 << 20, (3, 4)), Allocator(256, 0, (), (5, 6), (7,), 8)):
         assert Allocator.from_json(allocator.to_json()) == allocator
 
 
@@ -172,6 +172,30 @@ def test_where_known_chunks_do_not_suffice_the_plausible_histories_count():
     unknown = Allocator(MIB // 4, held=(MIB,) * 4)
     known = Allocator(MIB // 4, held=(MIB,) * 4, free=(MIB, 2 * MIB))
     assert known.peak(graph, base) >= unknown.peak(graph, base)
+
+
+def test_of_the_latest_region_the_beginning_tells_the_size():
+    graph = TrainingGraph(
+        (Operation("a", "X", 1.0, (), (0,)), Operation("b", "X", 1.0, (0,), (1,))),
+        (Buffer("a", 20 * MIB), Buffer("b", 40 * MIB)),
+    )
+    base = Schedule.base(graph)
+    # Regions of 2 to 32 MiB have 62 MiB: what is found beside these is of the next, of 64 MiB, and
+    # serves both.
+    known = Allocator(free=(10 * MIB, 12 * MIB), in_use=52 * MIB)
+    assert known.peak(graph, base) == 64 * MIB
+    # One of 32 MiB is not split.
+    assert Allocator(free=(32 * MIB,), in_use=30 * MIB).peak(graph, base) == (32 + 64) * MIB
+
+
+def test_one_more_region_is_foreseen():
+    graph = TrainingGraph((Operation("a", "X", 1.0, (), (0,)),), (Buffer("a", 20 * MIB),))
+    base = Schedule.base(graph)
+    # The next one has 32 MiB, which is not split. Whatever came before is known to have been.
+    held = (60 * MIB,)
+    known = Allocator(held=held, free=(MIB, 14 * MIB), in_use=15 * MIB)
+    assert known.peak(graph, base) == 32 * MIB
+    assert Allocator(held=held).peak(graph, base) != 32 * MIB
 
 
 def updating(kind: str, size: int, *, read_again: bool = False) -> TrainingGraph:

@@ -47,6 +47,30 @@ def test_looking_for_free_chunks_changes_nothing() -> None:
 
 
 @pytest.mark.usefixtures("room")
+def test_wanted_bytes_are_found_whatever_is_known_of_the_past() -> None:
+    block = tf.zeros([8 * MIB], tf.uint8)
+    tf.config.experimental.reset_memory_stats("CPU:0")
+    assert device.free_chunks(CPU, MIB // 4) is None
+    used, wanted = info()["current"], 200 * MIB
+    free = device.free_chunks(CPU, MIB // 4, wanted)
+    assert free is not None
+    assert wanted - MIB <= sum(free) <= wanted + MIB
+    assert info()["current"] == used
+    assert info()["peak"] - used == sum(free)
+    del block
+
+
+@pytest.mark.usefixtures("room")
+def test_the_allocator_is_not_made_to_grow_near_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = info()
+    found = device.free_chunks(CPU, MIB // 4)
+    used, wanted = before["current"], before["peak"] - before["current"] + 64 * MIB
+    monkeypatch.setattr(device, "memory_limit", lambda _: 2 * (used + wanted) - 1)
+    assert device.free_chunks(CPU, MIB // 4, wanted) == found
+    assert info() == before
+
+
+@pytest.mark.usefixtures("room")
 def test_free_chunks_are_found_while_a_function_is_traced() -> None:
     found = []
 

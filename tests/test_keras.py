@@ -114,6 +114,25 @@ class TestFit:
         assert optckpt.keras.plans(model) == {"float32[4096, 64], float32[4096, 1]": plan}
         assert 0 < peaks.highest <= plan.budget
 
+    def test_steps_peak_as_predicted_with_batches_fetched_in_advance(self):
+        layers = keras.layers
+        blocks = [
+            layer
+            for _ in range(6)
+            for layer in (layers.Conv2D(24, 3, padding="same"), layers.BatchNormalization())
+        ]
+        ends = keras.Input((48, 48, 3)), layers.GlobalAveragePooling2D(), layers.Dense(1)
+        model = keras.Sequential([ends[0], *blocks, *ends[1:]])
+        model.compile("adam", "mse")
+        x = RNG.normal(size=(192, 48, 48, 3)).astype(np.float32)
+        peaks = Peaks()
+        optckpt.keras.apply(model, "60%", config=QUICK)
+        model.fit(x, x[:, 0, 0, 0], batch_size=64, verbose=0, callbacks=[peaks])
+        plan = optckpt.keras.plan(model)
+        assert plan.overhead > 0
+        assert peaks.highest <= plan.budget
+        assert peaks.highest == pytest.approx(plan.predicted_peak, rel=0.03)
+
     def test_the_whole_step_is_planned_slots_included(self):
         def make():
             model = keras.Sequential([keras.Input((512,)), *[keras.layers.Dense(512)] * 0])
