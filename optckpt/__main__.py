@@ -11,6 +11,8 @@ def main() -> None:
         # Takes a second, in which Ctrl-C deserves an answer, too.
         from optckpt.cli import main as run
     except KeyboardInterrupt:
+        if "--json" in sys.argv:
+            print('{"error": "interrupted", "kind": "KeyboardInterrupt"}')
         sys.stderr.write("optckpt: error: interrupted\n")
         raise SystemExit(130) from None
     run()

@@ -21,7 +21,7 @@ _UNITS = {
 }  # fmt: skip
 MOST_BYTES = 2**63 - 1
 """The largest budget; more than any device has, and what 64 bits hold."""
-_PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*|%)\s*")
+_PATTERN = re.compile(r"\s*([0-9]{1,999}(?:\.[0-9]{0,999})?|\.[0-9]{1,999})\s*([a-zA-Z]*|%)\s*")
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,12 +170,15 @@ def solve(
         problem = _load_graph(graph)
         repeats = cast(Repeats, repeat)
         code, result, plan = _solve(problem, parsed, strategy, limits, repeats)
-        if as_json:
-            answer(result)
-        else:
-            output().print(table.solve_table(result, problem))
-        if schedule is not None and plan is not None:
-            _write_schedule(schedule, problem, plan)
+        try:
+            # First, because a reader of the output may be gone.
+            if schedule is not None and plan is not None:
+                _write_schedule(schedule, problem, plan)
+        finally:
+            if as_json:
+                answer(result)
+            else:
+                output().print(table.solve_table(result, problem))
         if code:
             complain(_failure(problem, result, code, repeats))
             raise typer.Exit(code)
@@ -281,14 +284,20 @@ def _folder(path: Path) -> Iterator[Path]:
 def _check_target(path: Path, graph: str) -> None:
     """Refuse a file for the schedule that cannot be written, before anything is solved."""
     problem = None
-    if path.is_dir():
-        problem = "it is a folder"
-    elif not path.parent.is_dir():
-        problem = f"there is no folder {path.parent}"
-    elif not os.access(path.parent, os.W_OK):
-        problem = f"the folder {path.parent} cannot be written into"
-    elif path.exists() and Path(graph).exists() and path.samefile(graph):
-        problem = "it is the graph itself"
+    try:
+        folder = Path(os.path.realpath(path)).parent
+        if path.is_dir():
+            problem = "it is a folder"
+        elif not folder.is_dir():
+            problem = f"there is no folder {folder}"
+        elif path.exists() and not path.is_file():
+            pass  # A device or a pipe, which is written to.
+        elif not os.access(folder, os.W_OK):
+            problem = f"the folder {folder} cannot be written into"
+        elif path.exists() and Path(graph).exists() and path.samefile(graph):
+            problem = "it is the graph itself"
+    except OSError as e:
+        problem = e.strerror or str(e)
     if problem is not None:
         raise OptckptError(f"cannot write the schedule {path}: {problem}")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -346,8 +347,15 @@ class TrainingGraph:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a whole file or nothing: into a temporary neighbour, then renamed over `path`."""
-    target = Path(path)
+    """Write a whole file or nothing: into a temporary neighbour, then renamed over `path`.
+
+    Where `path` is a link, what it points to is replaced. What is no file, a device or a pipe, is
+    written to.
+    """
+    target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_file():
+        target.write_text(text, encoding="utf-8")
+        return
     partial = target.with_name(f".{target.name}.partial")
     try:
         partial.write_text(text, encoding="utf-8")

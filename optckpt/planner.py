@@ -258,7 +258,7 @@ def _first_that_fits(
             done = _rank(search, found)[0] == 0
         if best is None or _rank(search, found) < _rank(search, best):
             best = found
-        if done:
+        if done or found.solution.interrupted:
             break
     assert best is not None
     return best
@@ -294,7 +294,8 @@ def _solve(graph: TrainingGraph, search: _Search) -> _Found:
     first = replace(options, time_limit=_FIXED_SHARE * options.time_limit) if reorder else options
     best, spent = _adjusted(graph, limit, allowed, search, first, floor)
     order: Order = fixed
-    if reorder and (best is None or best.rank > (0, _CHEAP)) and not _is_best(best):
+    cheap = best is not None and best.rank <= (0, _CHEAP)
+    if reorder and not cheap and not _is_final(best):
         left = min(options.time_limit - spent, (1 - _FIXED_SHARE) * options.time_limit)
         second = replace(options, order="free", time_limit=max(left, 0.1))
         floor = proven_floor(graph, "free")
@@ -312,8 +313,10 @@ def _solve(graph: TrainingGraph, search: _Search) -> _Found:
     return _Found(graph, best.target, replace(best.solution, certificate=cert), order)
 
 
-def _is_best(found: _Round | None) -> bool:
-    """Whether no other order can be cheaper."""
+def _is_final(found: _Round | None) -> bool:
+    """Whether no other order can be cheaper, or Ctrl-C has ended the search."""
+    if found is not None and found.solution.interrupted:
+        return True
     if found is None or found.excess > 0:
         return False
     certificate = found.solution.certificate
@@ -332,7 +335,8 @@ def _solve_for_price(graph: TrainingGraph, max_overhead: float, search: _Search)
         seconds=0.0,
         valid_for=found.valid_for,
     )
-    return _Found(graph, found.peak, Solution(found.schedule, certificate), options.order)
+    solution = Solution(found.schedule, certificate, found.interrupted)
+    return _Found(graph, found.peak, solution, options.order)
 
 
 def _adjusted(
@@ -375,7 +379,7 @@ def _adjusted(
         # Not by the clock: a strategy may have to be compiled first, once after installation.
         spent += cert.seconds
         if solution.schedule is None or cert.status == "over-budget":
-            if best is None:
+            if best is None or solution.interrupted:
                 break
             low = target
             target = (low + high) // 2
@@ -386,6 +390,8 @@ def _adjusted(
         found = _Round(max(0, -spare), judged.overhead, target, solution)
         if best is None or found.rank < best.rank or found.proves_more_than(best):
             best = found
+        if solution.interrupted:
+            break
         if spare < 0:
             lower = target - max(-spare if k == 0 else -spare // 2, limit // 500)
             target = max(lower, (low + target) // 2)

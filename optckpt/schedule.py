@@ -101,6 +101,8 @@ class Solution:
 
     schedule: Schedule | None
     certificate: Certificate
+    interrupted: bool = False
+    """Whether Ctrl-C ended the search: whoever searches on has to stop."""
 
 
 @dataclass(frozen=True, slots=True)

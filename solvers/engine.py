@@ -98,7 +98,7 @@ class _Worker:
         # The child must find the same OR-Tools, however this process found it.
         env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
         self.process = subprocess.Popen(
-            [sys.executable, str(script)],
+            [sys.executable, str(script), str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=env,

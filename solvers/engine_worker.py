@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import os
 import pickle
-import signal
 import sys
 from datetime import timedelta
 from typing import Any, BinaryIO
@@ -109,12 +108,9 @@ def serve(source: BinaryIO, sink: BinaryIO) -> None:
 
 
 if __name__ == "__main__":
-    # The folder of this script must not shadow modules that OR-Tools imports.
-    del sys.path[0]
-    # Ctrl-C reaches the whole process group; only the parent decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Solvers print to stdout; the answers must be alone there.
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    stream = importlib.import_module("worker_setup").begin()
     importlib.import_module("ortools.math_opt.python.mathopt")
-    serve(sys.stdin.buffer, answers)
+    try:
+        serve(sys.stdin.buffer, stream)
+    except BrokenPipeError:
+        os._exit(1)

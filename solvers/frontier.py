@@ -3,6 +3,8 @@
 Built on any strategy that proves bounds (by default `optimal`). A schedule for one budget fits
 every larger one, and a bound for one budget holds for every smaller one; both are handed on, so
 that the curve is monotone by construction: a smaller budget never peaks higher nor costs less.
+Ctrl-C during a search ends the whole of it, with what was found by then, or with KeyboardInterrupt
+if the strategy has nothing to hand over.
 """
 
 from __future__ import annotations
@@ -56,6 +58,8 @@ class FrontierPoint:
     schedule: Schedule
     valid_for: str
     """What the bound covers: schedules in the given base order, or in any order."""
+    interrupted: bool = False
+    """Whether Ctrl-C ended the search for it."""
 
     @property
     def gap(self) -> float:
@@ -135,7 +139,10 @@ def floor(
         if answer.schedule is not None and status in ("optimal", "feasible"):
             schedule = answer.schedule
             best = simulate(graph, schedule)
-            continue
+            if not answer.interrupted:
+                continue
+        if answer.interrupted:
+            break
         open_below = target
         if status == "infeasible":
             proven = target + 1
@@ -160,7 +167,7 @@ def frontier(
         progress: called with each point when it is first found, smallest budget first. Later
             points may still improve it.
 
-    Budgets that no schedule was found for are left out.
+    Budgets that no schedule was found for are left out; after Ctrl-C, those not reached yet.
 
     Raises:
         BudgetError: if there is none that a schedule was found for, or fewer than two points
@@ -201,13 +208,15 @@ def frontier(
         bounds.append((float("inf") if infinite else cert.bound, cert.valid_for))
         if progress is not None and _cheapest(known, budget) is not None:
             progress(_point(budget, known, bounds[-1]))
+        if answer.interrupted:
+            break
     # A bound for more bytes holds for fewer.
     for k in range(len(bounds) - 2, -1, -1):
         if bounds[k + 1][0] > bounds[k][0]:
             bounds[k] = bounds[k + 1]
     found = [
         _point(budget, known, bound)
-        for budget, bound in zip(budgets, bounds, strict=True)
+        for budget, bound in zip(budgets, bounds, strict=False)
         if _cheapest(known, budget) is not None
     ]
     if not found:
@@ -260,7 +269,10 @@ def least_memory(
             known.append((found, answer.schedule))
             if found.overhead <= max_overhead + 1e-9:
                 best = _point(found.peak, known, (cert.bound, cert.valid_for))
-                continue
+                if not answer.interrupted:
+                    continue
+        if answer.interrupted:
+            return replace(best, interrupted=True)
         low = target
     return best
 

@@ -154,7 +154,9 @@ def solve(
     strategy: str | Strategy = "optimal",
     options: SolveOptions | None = None,
 ) -> Solution:
-    """Run a strategy and let the referee check its answer; after Ctrl-C, the best so far.
+    """Run a strategy and let the referee check its answer.
+
+    After Ctrl-C it is the best so far, and `Solution.interrupted`.
 
     Raises:
         ScheduleError: if the strategy returned a schedule that cannot be executed.
@@ -224,7 +226,8 @@ def _within_repeat_limits(
         late = set() if solution.schedule is None else _repeated_late(graph, solution.schedule)
         if not late:
             relaxed = _relaxed(solution.certificate, first, options)
-            return replace(solution, certificate=replace(relaxed, seconds=spent))
+            relaxed = replace(relaxed, seconds=spent)
+            return Solution(solution.schedule, relaxed, interrupted)
         if interrupted:
             raise KeyboardInterrupt
         operations = list(allowed.operations)

@@ -86,8 +86,9 @@ class _Search:
         env = dict(os.environ)
         # The child must find the same OR-Tools, however this process found it.
         env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
+        script = Path(__file__).with_name("retention_worker.py")
         self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("retention_worker.py"))],
+            [sys.executable, str(script), str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=env,

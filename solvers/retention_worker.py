@@ -8,9 +8,9 @@ lower bound, in the objective's units), "end" (whether the search was finished),
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -180,20 +180,17 @@ class Timeline:
 
 
 if __name__ == "__main__":
-    # The folder of this script must not shadow modules that OR-Tools imports.
-    del sys.path[0]
-    # Ctrl-C reaches the whole process group; only the parent decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Solvers print to stdout; the answers must be alone there.
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    stream = importlib.import_module("worker_setup").begin()
 
     def tell(message: dict[str, Any]) -> None:
-        pickle.dump(message, answers)
-        answers.flush()
+        pickle.dump(message, stream)
+        stream.flush()
 
     try:
-        asked = pickle.load(sys.stdin.buffer)
-        Timeline(asked).solve(asked, tell)
-    except Exception as e:
-        tell({"error": f"{type(e).__name__}: {e}"})
+        try:
+            asked = pickle.load(sys.stdin.buffer)
+            Timeline(asked).solve(asked, tell)
+        except Exception as e:
+            tell({"error": f"{type(e).__name__}: {e}"})
+    except BrokenPipeError:
+        os._exit(1)

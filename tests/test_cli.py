@@ -187,6 +187,8 @@ def test_heuristic_that_does_not_fit(graph):
         (["solve", ".", "--budget", "60%"], "cannot read the graph .: Is a directory"),
         (["solve", "{graph}", "--budget", "60%", "--schedule", "."],
          "cannot write the schedule .: it is a folder"),
+        (["solve", "{graph}", "--budget", "60%", "--schedule", "x" * 300],
+         "File name too long"),
         (["compare", "."], "cannot read the configuration .: Is a directory"),
         (["compare", "none.yaml"], "none.yaml:1: compare.strategies: names no strategy; give one"),
         (["compare", "good.yaml", "--out", "good.yaml"], "cannot write into good.yaml: File ex"),
@@ -278,12 +280,14 @@ def test_output_that_cannot_be_written(graph, extra):
     assert result.stderr == "optckpt: error: No space left on device\n"
 
 
-def test_a_reader_that_has_gone(graph):
+def test_a_reader_that_has_gone(graph, tmp_path):
     read, write = os.pipe()
     os.close(read)
     with open(write, "w") as gone:
-        result = run("solve", graph, "--budget", "60%", "--strategy", "sqrt_n", stdout=gone)
+        arguments = ["--budget", "60%", "--strategy", "sqrt_n", "--schedule", tmp_path / "s.json"]
+        result = run("solve", graph, *arguments, stdout=gone)
     assert (result.returncode, result.stderr) == (1, "")
+    assert Plan.load(tmp_path / "s.json").strategy == "sqrt_n"
 
 
 class TestFolderOfCompare:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -96,6 +100,42 @@ def test_a_dead_worker_is_an_error_not_a_hang(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(engine.sys, "executable", sys.executable + "-missing")
     with pytest.raises((OptckptError, FileNotFoundError)):
         solve_mip(knapsack(5), time_limit=10)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+def test_a_worker_ends_with_its_parent() -> None:
+    # A child of the parent's keeps the worker's input open: it is as if it were solving.
+    script = (
+        "import os, signal, time\n"
+        "from optckpt.solvers import engine\n"
+        "worker = engine._Worker().process.pid\n"
+        "child = os.fork()\n"
+        "if not child:\n"
+        "    os.close(1)\n"
+        "    time.sleep(60)\n"
+        "    os._exit(0)\n"
+        "print(worker, child, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, timeout=60, check=False
+    )
+    worker, child = map(int, done.stdout.split())
+    try:
+        give_up = time.monotonic() + 30
+        while is_running(worker) and time.monotonic() < give_up:
+            time.sleep(0.1)
+        assert not is_running(worker)
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def is_running(process: int) -> bool:
+    try:
+        stat = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
 
 
 def test_solvers_need_no_tensorflow_and_leave_no_process() -> None:

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from optckpt.errors import BudgetError
 from optckpt.frontends import synthetic
 from optckpt.graph import Buffer, Operation, TrainingGraph
-from optckpt.schedule import Schedule
+from optckpt.schedule import Schedule, Solution
 from optckpt.simulate import simulate
 from optckpt.solvers.brute_force import cheapest
 from optckpt.solvers.floor import any_order_floor, static_floor
 from optckpt.solvers.frontier import floor, frontier, least_memory
-from optckpt.solvers.registry import SolveOptions
+from optckpt.solvers.registry import Interrupted, SolveOptions, solve
 
 OPTIONS = SolveOptions(time_limit=20, threads=1)
 
@@ -138,3 +138,36 @@ def test_other_orders_are_looked_for_below_the_floor_of_the_base_order() -> None
 def test_least_memory_refuses_what_is_no_share(wrong: float) -> None:
     with pytest.raises(BudgetError, match="max_overhead must be a number of at least 0"):
         least_memory(synthetic.chain(4), wrong)
+
+
+class Pressed:
+    """A strategy during whose `nth` call Ctrl-C is pressed."""
+
+    def __init__(self, nth: int) -> None:
+        self.left = nth
+
+    def __call__(self, graph: TrainingGraph, budget: int | None, options: SolveOptions) -> Solution:
+        self.left -= 1
+        found = solve(graph, budget, "optimal", options)
+        if self.left <= 0:
+            raise Interrupted(found)
+        return found
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+def test_ctrl_c_ends_the_whole_search(nth: int) -> None:
+    graph = synthetic.random_layered(30, seed=2)
+    plain = simulate(graph, Schedule.base(graph)).peak
+    pressed = Pressed(nth)
+    assert floor(graph, OPTIONS, strategy=pressed).peak <= plain
+    assert pressed.left == 0
+    pressed = Pressed(nth)
+    assert least_memory(graph, 0.1, OPTIONS, strategy=pressed).interrupted
+    assert pressed.left == 0
+    pressed = Pressed(nth)
+    low = static_floor(graph).bytes
+    budgets = [low + (plain - low) * k // 5 for k in range(1, 6)]
+    found = frontier(graph, budgets, OPTIONS, strategy=pressed)
+    assert pressed.left == 0
+    assert 1 <= len(found.points) <= nth
+    assert not least_memory(graph, 0.1, OPTIONS).interrupted

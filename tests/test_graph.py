@@ -1,4 +1,6 @@
 import json
+import os
+import threading
 from dataclasses import replace
 
 import pytest
@@ -82,6 +84,28 @@ def test_save_and_load(tmp_path):
     GRAPH.save(path)
     assert TrainingGraph.load(path) == GRAPH
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_link_stays_a_link(tmp_path):
+    target, link = tmp_path / "target", tmp_path / "link"
+    target.write_text("old")
+    link.symlink_to(target)
+    write_text(link, "new")
+    assert link.is_symlink()
+    assert target.read_text() == "new"
+    assert sorted(tmp_path.iterdir()) == [link, target]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_what_is_no_file_is_written_to(tmp_path):
+    pipe, read = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()), daemon=True)
+    reader.start()
+    write_text(pipe, "new")
+    reader.join(timeout=60)
+    assert read == ["new"]
+    assert pipe.is_fifo()
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path):

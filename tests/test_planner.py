@@ -329,3 +329,22 @@ class TestRepeat:
         assert lowest(0.5, "forward") == self.NARROW
         assert lowest(0.5, "auto") == lowest(0.5, "all") < self.NARROW
         assert lowest(0.0, "auto") == self.NARROW
+
+
+@pytest.mark.parametrize("options", [{"budget": "60%"}, {"max_overhead": 9.0, "budget": None}])
+def test_nothing_is_searched_after_ctrl_c(monkeypatch, options):
+    found = solve(GRAPH, PLAIN.peak * 6 // 10)
+    calls = []
+
+    def interrupted(graph, budget, strategy="optimal", options=None):
+        calls.append(budget)
+        return replace(found, interrupted=True)
+
+    monkeypatch.setattr("optckpt.planner.solve", interrupted)
+    monkeypatch.setattr("optckpt.solvers.frontier.solve", interrupted)
+    backward = replace(
+        GRAPH, operations=tuple(replace(op, repeatable=True) for op in GRAPH.operations)
+    )
+    plan = make_plan(backward, reorder=True, repeat="auto", **options)
+    assert len(calls) == 1
+    assert plan.schedule == found.schedule
