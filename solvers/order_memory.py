@@ -33,13 +33,16 @@ class Line(NamedTuple):
     operation: Ints
     """Of each execution."""
     following: Ints
-    """The next execution of the same operation, in no order; -1 if there is none."""
+    """The next execution of the same operation; -1 if there is none. By position, but for those
+    that have been moved: it takes long to go through many that are not in order."""
     use: Ints
     """Bytes in memory during the execution at each position."""
     live: Ints
     """Bytes in memory behind it."""
     dying: Ints
     """How many inputs that could give their memory to its output die in each execution."""
+    work: Ints
+    """One number: executions, positions and buffers gone through so far."""
 
 
 class Trial(NamedTuple):
@@ -82,7 +85,7 @@ class Trial(NamedTuple):
 
 def new_line(capacity: int) -> Line:
     """An empty line with room for `capacity` executions."""
-    return Line(*(np.zeros(capacity, np.int64) for _ in Line._fields))
+    return Line(*(np.zeros(1 if f == "work" else capacity, np.int64) for f in Line._fields))
 
 
 def new_trial(arrays: OrderArrays, capacity: int) -> Trial:
@@ -114,17 +117,20 @@ def _eighth(during, budget):  # type: ignore[no-untyped-def]
 @compiled
 def copies(  # type: ignore[no-untyped-def]
     t, low, high, longer, producer, reader_start, readers, n, place, following, new_place,
-    births, deaths, makers, users,
+    births, deaths, makers, users, work,
 ):  # fmt: skip
     """The copies of buffer t in the order in which they are made; returns their number.
 
     Fills births and deaths (first and last positions), makers and users (the executions there;
     the last user is -1 if none reads it, or if the step's end does). Positions are those after a
-    change of low..high by `longer`, which puts executions into `new_place` there.
+    change of low..high by `longer`, which puts executions into `new_place` there. Where the
+    executions of an operation follow each other in order, one pass over them does.
     """
     count = 0
+    steps = 0
     i = producer[t]
     while i >= 0:
+        steps += 1
         p = place[i]
         if p < 0 or (low <= p and p <= high):
             p = new_place[i]
@@ -136,6 +142,7 @@ def copies(  # type: ignore[no-untyped-def]
                 births[k] = births[k - 1]
                 makers[k] = makers[k - 1]
                 k -= 1
+                steps += 1
             births[k] = p
             makers[k] = i
             count += 1
@@ -149,20 +156,26 @@ def copies(  # type: ignore[no-untyped-def]
             deaths[count - 1] = END
             users[count - 1] = -1
             continue
+        k = 0
         while i >= 0:
+            steps += 1
             p = place[i]
             if p < 0 or (low <= p and p <= high):
                 p = new_place[i]
             elif p > high:
                 p += longer
             if p >= 0:
-                k = count - 1
+                while k + 1 < count and births[k + 1] < p:
+                    k += 1
+                    steps += 1
                 while births[k] > p:
                     k -= 1
+                    steps += 1
                 if p > deaths[k]:
                     deaths[k] = p
                     users[k] = i
             i = following[i]
+    work[0] += steps
     return count
 
 
@@ -196,7 +209,7 @@ def weigh(  # type: ignore[no-untyped-def]
         arrays.take_start, arrays.takes,
     )  # fmt: skip
     reader_start, readers, n = arrays.reader_start, arrays.readers, len(arrays.cost)
-    at, place, operation, following, use, live, dying = line
+    at, place, operation, following, use, live, dying, work = line
     (
         new_at, new_place, new_use, new_live, moved_items, stamp, touched_buffers, seen,
         begins, ends, new_begins, new_ends, corner, new_corner, givers, gives, dead_items,
@@ -225,7 +238,7 @@ def weigh(  # type: ignore[no-untyped-def]
         t = touched_buffers[m]
         count = copies(
             t, END, END, 0, producer, reader_start, readers, n, place, following, place,
-            births, deaths, makers, users,
+            births, deaths, makers, users, work,
         )  # fmt: skip
         for k in range(count):
             begins[births[k]] += size[t]
@@ -242,7 +255,7 @@ def weigh(  # type: ignore[no-untyped-def]
                 n_givers += 1
         count = copies(
             t, low, high, longer, producer, reader_start, readers, n, place, following,
-            new_place, births, deaths, makers, users,
+            new_place, births, deaths, makers, users, work,
         )  # fmt: skip
         for k in range(count):
             new_begins[births[k]] += size[t]
@@ -265,12 +278,13 @@ def weigh(  # type: ignore[no-untyped-def]
         i = dead_items[m]
         o = operation[i]
         needed = _among(i, 0, n_dead, dead_items)
+        work[0] += n_dead
         for j in range(write_start[o], write_start[o + 1]):
             if needed or write_start[o + 1] - write_start[o] == 1:
                 break
             count = copies(
                 writes[j], low, high, longer, producer, reader_start, readers, n, place, following,
-                new_place, births, deaths, makers, users,
+                new_place, births, deaths, makers, users, work,
             )  # fmt: skip
             for k in range(count):
                 needed = needed or (makers[k] == i and deaths[k] > births[k])
@@ -308,6 +322,7 @@ def weigh(  # type: ignore[no-untyped-def]
             if q >= 0:
                 start = min(start, q)
                 stop = max(stop, q)
+    work[0] += touched + stop - start
     # Upwards over the stretch. `old` and `new` are the bytes of the touched copies that began in
     # it less those that ended: all else is as it was at the execution, or the gap, that it was at.
     old = 0
@@ -397,7 +412,9 @@ def accept(  # type: ignore[no-untyped-def]
     line, trial, length, low, high, longer, start, stop, n_givers
 ):  # fmt: skip
     """Make the change that `weigh` has weighed; the caller unlinks what is taken out."""
+    line.work[0] += high - low + stop - start
     if longer != 0:
+        line.work[0] += length - high
         if longer > 0:
             for p in range(length - 1, high, -1):
                 i = line.at[p]
@@ -435,6 +452,8 @@ def lay(sequence, budget, arrays, line):  # type: ignore[no-untyped-def]
     n = len(arrays.cost)
     line.place[:] = -1
     line.dying[:] = 0
+    line.work[0] = 0
+    latest = np.arange(n)
     for o in range(n):
         line.operation[o] = o
         line.following[o] = -1
@@ -446,8 +465,9 @@ def lay(sequence, budget, arrays, line):  # type: ignore[no-untyped-def]
             i = made
             made += 1
             line.operation[i] = o
-            line.following[i] = line.following[o]
-            line.following[o] = i
+            line.following[i] = -1
+            line.following[latest[o]] = i
+            latest[o] = i
         line.at[p] = i
         line.place[i] = p
     wanted = np.zeros(len(arrays.size), np.bool_)
@@ -487,3 +507,30 @@ def lay(sequence, budget, arrays, line):  # type: ignore[no-untyped-def]
             excess += excess_of(during, budget)
             bad += 1
     return made, extra, excess, bad
+
+
+@compiled
+def without_dead(sequence, arrays):  # type: ignore[no-untyped-def]
+    """`sequence` without the re-executions whose results nobody reads."""
+    n = len(arrays.cost)
+    first = np.full(n, -1, np.int64)
+    for p in range(len(sequence) - 1, -1, -1):
+        first[sequence[p]] = p
+    wanted = np.zeros(len(arrays.size), np.bool_)
+    for k in range(arrays.read_start[n], arrays.read_start[n + 1]):
+        wanted[arrays.reads[k]] = True
+    kept = np.zeros(len(sequence), np.int64)
+    start = len(sequence)
+    for p in range(len(sequence) - 1, -1, -1):
+        o = sequence[p]
+        needed = first[o] == p
+        for k in range(arrays.write_start[o], arrays.write_start[o + 1]):
+            needed = needed or wanted[arrays.writes[k]]
+        if needed:
+            for k in range(arrays.write_start[o], arrays.write_start[o + 1]):
+                wanted[arrays.writes[k]] = False
+            for k in range(arrays.read_start[o], arrays.read_start[o + 1]):
+                wanted[arrays.reads[k]] = True
+            start -= 1
+            kept[start] = o
+    return kept[start:].copy()

@@ -12,17 +12,21 @@ def next_use(t, s, arrays, line):  # type: ignore[no-untyped-def]
     END if only the end of the step does, -1 if there is no such copy."""
     born = False
     made = END + 1
+    steps = 0
     i = arrays.producer[t]
     while i >= 0:
+        steps += 1
         p = line.place[i]
         if p >= s:
             made = min(made, p)
         elif p >= 0:
             born = True
         i = line.following[i]
+    line.work[0] += steps
     if not born:
         return -1
     used = END + 1
+    steps = 0
     n = len(arrays.cost)
     for k in range(arrays.reader_start[t], arrays.reader_start[t + 1]):
         i = arrays.readers[k]
@@ -30,10 +34,12 @@ def next_use(t, s, arrays, line):  # type: ignore[no-untyped-def]
             used = min(used, END)
             continue
         while i >= 0:
+            steps += 1
             p = line.place[i]
             if p >= s:
                 used = min(used, p)
             i = line.following[i]
+    line.work[0] += steps
     return used if used < made else -1
 
 
@@ -53,6 +59,7 @@ def limits(i, arrays, line, length):  # type: ignore[no-untyped-def]
     again = END
     j = line.following[i]
     while j >= 0:
+        line.work[0] += 1
         again = min(again, line.place[j])
         j = line.following[j]
     return earliest, latest, again
@@ -65,6 +72,7 @@ def shift_together(source, target, arrays, line, trial, met, mark):  # type: ign
     n = len(arrays.cost)
     o = line.at[source]
     along = 0
+    line.work[0] += abs(target - source)
     met[o] = mark
     if source < target:
         # met[o]: re-executions of o go along; met[n + o]: its first execution does.
@@ -119,9 +127,22 @@ def shift_run(source, run, target, line, trial):  # type: ignore[no-untyped-def]
 
 
 @compiled
+def link(i, o, position, line):  # type: ignore[no-untyped-def]
+    """Put re-execution i, which is to go to `position`, into the list of o's executions."""
+    j = o
+    while line.following[j] >= 0 and line.place[line.following[j]] < position:
+        line.work[0] += 1
+        j = line.following[j]
+    line.operation[i] = o
+    line.following[i] = line.following[j]
+    line.following[j] = i
+
+
+@compiled
 def unlink(i, line):  # type: ignore[no-untyped-def]
     """Take re-execution i out of the list of its operation's executions."""
     j = line.operation[i]
     while line.following[j] != i:
+        line.work[0] += 1
         j = line.following[j]
     line.following[j] = line.following[i]

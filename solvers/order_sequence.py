@@ -15,14 +15,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from optckpt.solvers.compiling import compiled, interruptible
-from optckpt.solvers.order_memory import END, accept, lay, new_line, new_trial, weigh
-from optckpt.solvers.order_moves import limits, next_use, shift_run, shift_together, unlink
+from optckpt.solvers.order_memory import END, accept, lay, new_line, new_trial, weigh, without_dead
+from optckpt.solvers.order_moves import limits, link, next_use, shift_run, shift_together, unlink
 from optckpt.solvers.order_search import OrderArrays
 
 PART = 40_000_000
 """Moves times what one goes through that run without a look at the clock: a tenth of a second."""
 MOVE, READER = 200, 20
-"""What a move goes through besides positions, and for each two readers of a buffer."""
+"""What a move goes through besides positions, and for each two readers of a buffer: a guess, as
+the executions of an operation may be one or hundreds, from which parts are planned."""
+MOST = PART
+"""What a part goes through before the clock is looked at all the same, some moves before its end;
+two thirds of what `PART` counts, or less, suffice unless executions are many."""
 MOST_ALONG = 200
 """Executions that a shift may take along; more cost more time than they are worth."""
 DRAWS = 50
@@ -32,17 +36,19 @@ DRAWS = 50
 @compiled
 def _anneal(  # type: ignore[no-untyped-def]
     arrays, line, trial, start, budget, moves, hot, cold, price, rate, lean, shifts, together,
-    most_along, seed, known, enough,
+    most_along, seed, known, enough, most,
 ):  # fmt: skip
     """Anneal from `start`, looking for fitting sequences cheaper than `known`.
 
-    Returns that sequence (empty: none found), its extra time, the last sequence and the price.
+    Ends with the first move after which it has gone through `most`, if not before.
+    Returns that sequence (empty: none found), its extra time, the last sequence, the price and
+    how many moves it has tried.
     """
     np.random.seed(seed)
     n = len(arrays.cost)
     capacity = len(line.at)
     size, cost, repeatable = arrays.size, arrays.cost, arrays.repeatable
-    place, at, operation, following = line.place, line.at, line.operation, line.following
+    place, at, operation, work = line.place, line.at, line.operation, line.work
     moved = trial.moved
     length = len(start)
     made, extra, excess, bad = lay(start, budget, arrays, line)
@@ -84,8 +90,9 @@ def _anneal(  # type: ignore[no-untyped-def]
     while (1 << reach_bits) < n:
         reach_bits += 1
     tried = 0
-    while tried < moves or n_doomed > 0:
+    while (tried < moves or n_doomed > 0) and (tried == 0 or work[0] < most):
         mark += 1
+        work[0] += MOVE
         # What changes: positions low..high take other executions, `longer` more.
         longer = 0
         n_moved = 0
@@ -118,6 +125,7 @@ def _anneal(  # type: ignore[no-untyped-def]
                 source = np.random.randint(length)
                 if bad > 0 and np.random.random() < 0.2:
                     while line.use[source] <= budget:
+                        work[0] += 1
                         source = source + 1 if source + 1 < length else 0
                 i = at[source]
                 style = np.random.random()
@@ -223,6 +231,7 @@ def _anneal(  # type: ignore[no-untyped-def]
                 s = np.random.randint(length)
                 if bad > 0 and np.random.random() < 0.8:
                     while line.use[s] <= budget:
+                        work[0] += 1
                         s = s + 1 if s + 1 < length else 0
                 before = -1
                 chosen = -1
@@ -292,12 +301,9 @@ def _anneal(  # type: ignore[no-untyped-def]
                     else:
                         i = made
                         made += 1
-                    o = chain[k]
-                    operation[i] = o
                     place[i] = -1
                     line.dying[i] = 0
-                    following[i] = following[o]
-                    following[o] = i
+                    link(i, chain[k], low, line)
                     trial.at[low + k] = i
                     put_in[k] = i
                     moved[k] = i
@@ -312,6 +318,7 @@ def _anneal(  # type: ignore[no-untyped-def]
                 added -= cost[operation[i]]
         for k in range(n_moved):
             trial.stamp[moved[k]] = mark
+        work[0] += high - low
         for q in range(low, high + longer + 1):
             trial.place[trial.at[q]] = q
         fits, first, last, _, more_excess, more_bad, n_givers, n_dead = weigh(
@@ -350,6 +357,7 @@ def _anneal(  # type: ignore[no-untyped-def]
             n_doomed += 1
         if n_doomed == 0 and bad == 0 and extra < best_cost - 1e-12:
             extra = 0.0
+            work[0] += length + n_again
             for k in range(n_again):
                 extra += cost[operation[again[k]]]
             best_cost = extra
@@ -360,7 +368,8 @@ def _anneal(  # type: ignore[no-untyped-def]
                 break
     for p in range(length):
         trial.at[p] = operation[at[p]]
-    return best[:best_length], best_cost, trial.at[:length].copy(), price
+    last = without_dead(trial.at[:length], arrays)
+    return best[:best_length], best_cost, last, price, tried
 
 
 @dataclass(frozen=True)
@@ -413,7 +422,7 @@ def anneal_sequence(
             operation times; it adapts.
         known: only a sequence cheaper than this is of interest.
         enough: end as soon as a sequence that fits is at most this expensive.
-        stop: asked a few times a second; ends the annealing early.
+        stop: asked a few times a second, whatever the sequence does; ends the annealing early.
     """
     readers = np.diff(arrays.reader_start)
     crowd = READER * int(readers @ readers) // max(1, len(readers))
@@ -425,17 +434,23 @@ def anneal_sequence(
     lean = heat.lean / max(1, len(arrays.cost))
     # Short runs have to make up their minds sooner.
     rate = min(0.5, max(3e-4, 8.0 / moves))
-    for k in range(parts):
+    share = -(-moves // parts)
+    done = 0
+    looks = 0
+    while True:
+        k, before = divmod(done, share)
         start = heat.hot * ratio**k
         capacity = 2 * len(last) + 64
         line, trial = new_line(capacity), new_trial(arrays, capacity)
-        found, cost, last, price = interruptible(
-            _anneal, arrays, line, trial, last, budget, -(-moves // parts), start, start * ratio,
-            price, rate, lean, heat.shifts, heat.together, MOST_ALONG, (seed * 1009 + k) % 2**31,
-            known, enough,
+        found, cost, last, price, tried = interruptible(
+            _anneal, arrays, line, trial, last, budget, share - before,
+            start * ratio ** (before / share), start * ratio, price, rate, lean, heat.shifts,
+            heat.together, MOST_ALONG, (seed * 1009 + looks) % 2**31, known, enough, MOST,
         )  # fmt: skip
+        done += tried
+        looks += 1
         if len(found):
             best, known = found.tolist(), float(cost)
-        if known <= enough or stop():
+        if done >= parts * share or known <= enough or stop():
             break
     return Annealed(best, known, last.tolist())

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_order import parents_of, random_order
 
-from optckpt.frontends.synthetic import random_graph, random_layered
+from optckpt.frontends.synthetic import chain, random_graph, random_layered
 from optckpt.graph import TrainingGraph
 from optckpt.schedule import Schedule
 from optckpt.simulate import simulate
+from optckpt.solvers import order_sequence
+from optckpt.solvers.compiling import interruptible
+from optckpt.solvers.decode import drop_dead
 from optckpt.solvers.floor import any_order_floor
+from optckpt.solvers.order_memory import lay, new_line, new_trial, weigh
 from optckpt.solvers.order_search import (
     MIX,
     OrderArrays,
@@ -21,7 +27,7 @@ from optckpt.solvers.order_search import (
     anneal_order,
     to_order_arrays,
 )
-from optckpt.solvers.order_sequence import Heat, anneal_sequence
+from optckpt.solvers.order_sequence import Annealed, Heat, anneal_sequence
 from optckpt.solvers.preprocess import preprocess
 
 
@@ -118,3 +124,79 @@ def test_searches_repeat() -> None:
     sequences = [anneal_sequence(arrays, base, budget, heat, moves=5000, seed=4) for _ in "ab"]
     assert sequences[0] == sequences[1]
     assert sequences[0].best is not None
+
+
+def all_over_again(graph: TrainingGraph) -> list[int]:
+    """The sequence that executes all the forward pass again before each step of the backward."""
+    forward = [o for o, op in enumerate(graph.operations) if op.forward and op.repeatable]
+    sequence: list[int] = []
+    for o, op in enumerate(graph.operations):
+        sequence += [o] if op.forward else [*forward, o]
+    return drop_dead(preprocess(graph, merge=False), sequence)
+
+
+def test_the_work_between_two_looks_at_the_clock_is_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graph = chain(60)
+    arrays = arrays_of(graph)
+    sequence = all_over_again(graph)
+    assert max(sequence.count(o) for o in set(sequence)) > 50
+    budget = (any_order_floor(graph).bytes + simulate(graph, Schedule.base(graph)).peak) // 2
+    work: list[int] = []
+    tried: list[int] = []
+    ends: list[list[int]] = []
+
+    def watched(function: Any, arrays: Any, line: Any, *rest: Any) -> Any:
+        result = interruptible(function, arrays, line, *rest)
+        work.append(int(line.work[0]))
+        ends.append(result[2].tolist())
+        tried.append(result[4])
+        return result
+
+    monkeypatch.setattr(order_sequence, "interruptible", watched)
+    monkeypatch.setattr(order_sequence, "MOST", 20_000)
+
+    def annealed(looks: int) -> Annealed:
+        """Where annealing ends if it is stopped at so many looks at the clock."""
+        for seen in (work, tried, ends):
+            seen.clear()
+        return anneal_sequence(
+            arrays, sequence, budget - graph.resident, Heat(1e-2, 1e-4, lean=0.0, shifts=0.2),
+            moves=500, seed=3, stop=lambda: len(work) >= looks,
+        )  # fmt: skip
+
+    found = annealed(500)
+    assert sum(tried) == 500
+    assert len(work) > 10
+    # A move is finished before the clock is looked at.
+    assert max(work) < 2 * order_sequence.MOST
+    for last in ends:
+        # Also where the clock is looked at before all that is dead has been taken out.
+        assert drop_dead(preprocess(graph, merge=False), last) == last
+        simulate(graph, Schedule(tuple(last)))
+    assert annealed(500) == found
+    annealed(2)
+    assert len(work) == 2
+
+
+def test_a_removal_takes_one_pass_over_the_executions_of_what_it_touches() -> None:
+    work = []
+    for n in (40, 80):
+        graph = chain(n)
+        arrays = arrays_of(graph)
+        sequence = all_over_again(graph)
+        capacity = len(sequence) + 1
+        line, trial = new_line(capacity), new_trial(arrays, capacity)
+        made, _, excess, _ = lay(np.array(sequence, np.int64), 1, arrays, line)
+        # The execution in the middle of those of an early operation.
+        often = [i for i in range(len(graph.operations), made) if line.operation[i] == 2]
+        i = often[len(often) // 2]
+        low = int(line.place[i])
+        trial.place[i] = -1
+        trial.moved[0] = i
+        trial.stamp[i] = 1
+        weigh(arrays, line, trial, low, low, -1, 1, 1, 1, 1.0, 0.0, 0.0, excess, np.inf)
+        work.append(int(line.work[0]) / len(often))
+    # Twice as many executions take twice as long, and not four times.
+    assert work[1] < 1.3 * work[0]
