@@ -379,7 +379,10 @@ def _adjusted(
         # Not by the clock: a strategy may have to be compiled first, once after installation.
         spent += cert.seconds
         if solution.schedule is None or cert.status == "over-budget":
-            if best is None or solution.interrupted:
+            if best is None:
+                break
+            if solution.interrupted:
+                best = best.interrupted()
                 break
             low = target
             target = (low + high) // 2
@@ -391,6 +394,7 @@ def _adjusted(
         if best is None or found.rank < best.rank or found.proves_more_than(best):
             best = found
         if solution.interrupted:
+            best = best.interrupted()
             break
         if spare < 0:
             lower = target - max(-spare if k == 0 else -spare // 2, limit // 500)
@@ -411,6 +415,10 @@ class _Round:
     overhead: float
     target: int
     solution: Solution
+
+    def interrupted(self) -> _Round:
+        """The same, after which the search was ended by Ctrl-C."""
+        return replace(self, solution=replace(self.solution, interrupted=True))
 
     @property
     def rank(self) -> tuple[int, float]:
