@@ -399,7 +399,9 @@ def _failure(graph: TrainingGraph, result: dict[str, Any], code: int, repeats: R
         f"({floor.bytes} bytes{where})"
     )
     if status == "infeasible":
-        return f"no schedule fits the budget of {asked}: {low}; raise the budget"
+        share = f', or write "{limit}%" if a share of the plain step\'s peak is meant'
+        hint = share if limit <= 100 else ""
+        return f"no schedule fits the budget of {asked}: {low}; raise the budget{hint}"
     return (
         f"no schedule within {asked} was found in {result['seconds']:.1f} s, and none was ruled "
         f"out; {low}; raise the budget or --time-limit"

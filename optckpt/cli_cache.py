@@ -145,7 +145,7 @@ def _table(files: list[PlanFile]) -> Table:
     for file in files:
         row = _row(file)
         if row["damaged"]:
-            table.add_row("damaged", "-", "-", "-", "-", "-", str(file.size))
+            table.add_row("unreadable", "-", "-", "-", "-", "-", str(file.size))
             continue
         table.add_row(
             row["fingerprint"][:12],

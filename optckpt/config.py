@@ -22,9 +22,10 @@ from pydantic import (
 )
 
 from optckpt.budget import Budget, parse_budget
-from optckpt.config_errors import explain, suggest
+from optckpt.config_errors import explain
 from optckpt.errors import ConfigError
 from optckpt.models.params import AnyModelParams, ResnetCifar10
+from optckpt.registry import suggest
 from optckpt.solvers import registry
 from optckpt.yaml_lines import KeyPath, dotted, read_yaml
 

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, get_args
 
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
 from optckpt.models.params import AnyModelParams
+from optckpt.registry import suggest
 from optckpt.yaml_lines import KeyPath, kind_of
-
-
-def suggest(word: str, known: Sequence[str]) -> str:
-    """A word for one that is unknown: the nearest of the known ones, or all of them."""
-    close = [k for k in known if word and k.startswith(word.lower())]
-    close += difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.6)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
 
 
 def explain(

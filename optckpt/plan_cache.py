@@ -82,7 +82,7 @@ class PlanFile:
     size: int
     """Bytes."""
     stored: tuple[StoredPlan, ...]
-    """The latest first; none if the file is damaged or not ours."""
+    """The latest first; none if the file is damaged, of another version or not ours."""
 
 
 class PlanCache:
@@ -147,7 +147,7 @@ class PlanCache:
         except FileNotFoundError:
             return ()
         except PlanError as error:
-            self._warn(f"a plan in the plan cache is damaged and will be replaced: {error}")
+            self._warn(f"a plan in the plan cache cannot be read and will be replaced: {error}")
             return ()
         except OSError as error:
             self._disable(error)

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Generic, TypeVar, cast
 
 from optckpt.errors import OptckptError
 
 T = TypeVar("T")
+
+
+def suggest(word: str, known: Sequence[str]) -> str:
+    """A word for one that is unknown: the nearest of the known ones, or all of them."""
+    close = [k for k in known if word and k.startswith(word.lower())]
+    close += difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.6)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
 
 
 class Registry(Generic[T]):
@@ -39,11 +47,10 @@ class Registry(Generic[T]):
         self._registered[name] = item
 
     def get(self, name: str) -> T:
-        """What is called `name`. Raises OptckptError listing the known names."""
+        """What is called `name`. Raises OptckptError with the nearest name, or all of them."""
         if name in self._registered:
             return self._registered[name]
         if name not in self._built_in:
-            known = ", ".join(self.names())
-            raise OptckptError(f"unknown {self._noun} {name!r}; known: {known}")
+            raise OptckptError(f"unknown {self._noun} {name!r}; {suggest(name, self.names())}")
         module, attribute = self._built_in[name].split(":")
         return cast(T, getattr(importlib.import_module(module), attribute))

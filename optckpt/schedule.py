@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from optckpt.budget import format_bytes
 from optckpt.errors import PlanError
 from optckpt.fields import NULL, NUMBER, OBJECT, TEXT, WHOLE, Kind, Reader
 from optckpt.graph import TrainingGraph, write_text
@@ -129,12 +130,24 @@ class Plan:
     operations again, unless these were ruled out."""
     overhead: float
     """Extra time / time of the plain step, by the measured costs."""
-    schedule: Schedule
+    schedule: Schedule = field(repr=False)
     certificate: Certificate
     source: Source = "solved"
     calibrated: tuple[int, ...] = ()
     """Peaks above the budget that the device reported in steps under earlier plans; because of
     them this plan was made for less (see `optckpt.calibration`)."""
+
+    def __str__(self) -> str:
+        """One line for people."""
+        certificate = self.certificate
+        allowed = "no budget" if self.budget is None else f"budget {format_bytes(self.budget)}"
+        covered = f"{certificate.valid_for}, {certificate.repeats} operations repeated"
+        return (
+            f"{self.strategy} ({certificate.status}): {allowed}, predicted peak "
+            f"{format_bytes(self.predicted_peak)} (plain step {format_bytes(self.plain_peak)}, "
+            f"floor {format_bytes(self.floor)}), {100 * self.overhead:.2f} % more time, at least "
+            f"{100 * certificate.bound:.2f} % needed ({covered})"
+        )
 
     def check_graph(self, graph: TrainingGraph) -> None:
         """Raise PlanError unless the plan was made for this graph."""

@@ -166,6 +166,8 @@ def test_infeasible_budget(graph):
     assert answer["status"] == "infeasible"
     for key in ("peak", "overhead", "gap", "executions"):
         assert answer[key] is None
+    assert '"60%"' in run("solve", graph, "--budget", "60").stderr
+    assert "%" not in result.stderr
 
 
 def test_heuristic_that_does_not_fit(graph):
@@ -187,6 +189,8 @@ def test_heuristic_that_does_not_fit(graph):
         (["solve", ".", "--budget", "60%"], "cannot read the graph .: Is a directory"),
         (["solve", "{graph}", "--budget", "60%", "--schedule", "."],
          "cannot write the schedule .: it is a folder"),
+        (["solve", "{graph}", "--budget", "60%", "--strategy", "optimla"],
+         "unknown strategy 'optimla'; did you mean 'optimal'?"),
         (["solve", "{graph}", "--budget", "60%", "--schedule", "x" * 300],
          "File name too long"),
         (["compare", "."], "cannot read the configuration .: Is a directory"),

@@ -59,7 +59,7 @@ def test_the_installed_command_lists_plans_and_costs(filled):
     assert chain(8).fingerprint[:12] in result.stdout
     assert "sqrt_n" in result.stdout
     assert "2 hours" in result.stdout
-    assert "damaged" in result.stdout
+    assert "unreadable" in result.stdout
     assert "3 plans" in result.stdout
     assert "3 measured costs" in result.stdout
 

@@ -39,6 +39,16 @@ def test_the_plan_repeats_what_the_referee_says():
     assert check_fits(plan) is plan
 
 
+def test_a_plan_is_shown_in_short():
+    plan = make_plan(GRAPH, "60%")
+    assert "executions" not in repr(plan)
+    line = str(plan)
+    assert line.startswith(f"optimal ({plan.certificate.status}): budget ")
+    assert f"{100 * plan.overhead:.2f} % more time" in line
+    assert "\n" not in line
+    assert "no budget" in str(make_plan(GRAPH, None, "sqrt_n"))
+
+
 @pytest.mark.parametrize("budget", [PLAIN.peak, f"{PLAIN.peak}", 1.0, "100%", Budget(fraction=1.0)])
 def test_budgets_in_every_form(budget):
     plan = make_plan(GRAPH, budget, "store_all")
