@@ -1,8 +1,11 @@
 # `make demo` and `make test` each work as the first command on a machine with Python >= 3.10.
 PYTHON ?= python3
 BIN := .venv/bin
-FIRST_PLAN := from optckpt.frontends.synthetic import chain; \
-	from optckpt.solvers.registry import solve; solve(chain(12), 11 << 20)
+FIRST_PLANS := from optckpt import make_plan; \
+	from optckpt.frontends.synthetic import chain, random_layered; \
+	from optckpt.solvers.registry import SolveOptions; \
+	make_plan(chain(12), 11 << 20); \
+	make_plan(random_layered(40, 1), 0.8, options=SolveOptions(order="free"))
 
 .PHONY: demo test lint format clean
 
@@ -25,8 +28,8 @@ format: .venv/installed
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
-# A first plan compiles the solvers' inner loops, which takes some seconds; do that here.
-	$(BIN)/python -c '$(FIRST_PLAN)'
+# First plans compile the solvers' inner loops, which takes half a minute; do that here.
+	$(BIN)/python -c '$(FIRST_PLANS)'
 	touch $@
 
 clean:
