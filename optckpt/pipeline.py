@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from optckpt import costs, device
-from optckpt.allocator import Allocator, Reporter
+from optckpt.allocator import SMALL_STEP, Allocator, Reporter
 from optckpt.backends.tensorflow import rewrite
 from optckpt.backends.xla_figures import XlaFigures
 from optckpt.backends.xla_ties import rewrite_for_xla
@@ -112,7 +112,7 @@ def _reporter(
     if budget is not None:
         peak = simulate(graph, Schedule.base(graph)).peak
         wanted = min(budget.resolve(peak), peak) - graph.resident
-    allocator = _allocator_now(found, wanted)
+    allocator = _allocator_now(found, wanted if wanted >= SMALL_STEP else 0)
     return XlaFigures(found, allocator) if compiled else allocator
 
 

@@ -189,13 +189,13 @@ def test_of_the_latest_region_the_beginning_tells_the_size():
 
 
 def test_one_more_region_is_foreseen():
-    graph = TrainingGraph((Operation("a", "X", 1.0, (), (0,)),), (Buffer("a", 20 * MIB),))
+    graph = TrainingGraph((Operation("a", "X", 1.0, (), (0,)),), (Buffer("a", 70 * MIB),))
     base = Schedule.base(graph)
-    # The next one has 32 MiB, which is not split. Whatever came before is known to have been.
-    held = (60 * MIB,)
-    known = Allocator(held=held, free=(MIB, 14 * MIB), in_use=15 * MIB)
-    assert known.peak(graph, base) == 32 * MIB
-    assert Allocator(held=held).peak(graph, base) != 32 * MIB
+    # The next one has 128 MiB, which is not split. Whatever came before is known to have been.
+    held = (160 * MIB,)
+    known = Allocator(held=held, free=(MIB, 60 * MIB), in_use=65 * MIB)
+    assert known.peak(graph, base) == 128 * MIB
+    assert Allocator(held=held).peak(graph, base) != 128 * MIB
 
 
 def updating(kind: str, size: int, *, read_again: bool = False) -> TrainingGraph:
