@@ -112,7 +112,8 @@ class Allocator:
         if sizes:
             # The largest is at the end of the latest region, or is all of it: regions double.
             region = in_all = _FIRST_REGION
-            while region < max(sizes) or in_all < self.in_use + sum(sizes):
+            taken = self.in_use + sum(sizes) if sum(sizes) >= SMALL_STEP else 0
+            while region < max(sizes) or in_all < taken:
                 region *= 2
                 in_all += region
             sizes[-1] = region

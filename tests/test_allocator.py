@@ -177,15 +177,15 @@ def test_where_known_chunks_do_not_suffice_the_plausible_histories_count():
 def test_of_the_latest_region_the_beginning_tells_the_size():
     graph = TrainingGraph(
         (Operation("a", "X", 1.0, (), (0,)), Operation("b", "X", 1.0, (0,), (1,))),
-        (Buffer("a", 20 * MIB), Buffer("b", 40 * MIB)),
+        (Buffer("a", 80 * MIB), Buffer("b", 160 * MIB)),
     )
     base = Schedule.base(graph)
-    # Regions of 2 to 32 MiB have 62 MiB: what is found beside these is of the next, of 64 MiB, and
-    # serves both.
-    known = Allocator(free=(10 * MIB, 12 * MIB), in_use=52 * MIB)
-    assert known.peak(graph, base) == 64 * MIB
-    # One of 32 MiB is not split.
-    assert Allocator(free=(32 * MIB,), in_use=30 * MIB).peak(graph, base) == (32 + 64) * MIB
+    # Regions of 2 to 128 MiB have 254 MiB: what is found beside these is of the next, of 256 MiB,
+    # and serves both.
+    known = Allocator(free=(40 * MIB, 100 * MIB), in_use=120 * MIB)
+    assert known.peak(graph, base) == 256 * MIB
+    # One of 128 MiB is not split.
+    assert Allocator(free=(128 * MIB,), in_use=120 * MIB).peak(graph, base) == (128 + 256) * MIB
 
 
 def test_one_more_region_is_foreseen():
