@@ -60,7 +60,8 @@ class Allocator:
     coming: tuple[int, ...] = ()
     """Blocks that will be taken from the free chunks before the first step, and kept."""
     in_use: int = 0
-    """Bytes in use as the free chunks were found."""
+    """Bytes in use as the free chunks were found, if these are all that the step may take; else 0.
+    """
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-able mapping that `from_json` reads back to an equal allocator."""
@@ -101,7 +102,7 @@ class Allocator:
             chunks = self._known(self.free)
             regions = chunks.regions
             peaks.append(_replay(chunks, events, moving))
-            foreseen = regions + len(moving) + (sum(self.free) >= SMALL_STEP)
+            foreseen = regions + len(moving) + (self.in_use > 0)
             if chunks.regions <= foreseen:
                 return graph.resident + peaks[0]
         peaks += [_replay(chunks, events, moving) for chunks in self._histories()]
@@ -112,7 +113,7 @@ class Allocator:
         if sizes:
             # The largest is at the end of the latest region, or is all of it: regions double.
             region = in_all = _FIRST_REGION
-            taken = self.in_use + sum(sizes) if sum(sizes) >= SMALL_STEP else 0
+            taken = self.in_use + sum(sizes) if self.in_use else 0
             while region < max(sizes) or in_all < taken:
                 region *= 2
                 in_all += region

@@ -101,7 +101,7 @@ def _allocator_now(found: Capture, wanted: int = 0) -> Allocator | None:
         return allocator
     coming = (*found.folded, *blocks_to_come(found))
     free = device.free_chunks(found.device, allocator.smallest, wanted)
-    in_use = device.bytes_in_use(found.device)
+    in_use = device.bytes_in_use(found.device) if wanted else 0
     return replace(allocator, free=free, in_use=in_use, coming=coming)
 
 
