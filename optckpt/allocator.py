@@ -25,9 +25,6 @@ _FIRST_REGION = 2 << 20
 _SMALL = _FIRST_REGION // 8
 _MOST_SMALL = 8
 """So many small blocks of others are as large as the first region."""
-SMALL_STEP = 32 << 20
-"""Bytes below which a chunk or two that come otherwise are much of a step: the free chunks then
-say less, and are not looked for beyond what was in use before."""
 _STEPS = 3
 """Steps replayed; from the second on, the chunks left by the one before are there. Twice as many
 where variables change their place."""
@@ -84,11 +81,12 @@ class Allocator:
     def peak(self, graph: TrainingGraph, schedule: Schedule) -> int:
         """Peak bytes in use that the allocator reports for a step, resident included.
 
-        If the free chunks are known and suffice, or, unless the step is small, all but the next
-        region that it grows by, they are what is replayed. (Of 14 runs of Keras' `fit` planned like
-        this, all peaked within 2 % of it in the first epoch.) Otherwise: how a growing allocator is
-        cut into chunks depends on what the process did before, which nobody knows: the highest peak
-        over a few plausible histories is returned. (Of 32 schedules of five networks, each made and
+        If the free chunks are known and suffice, they are what is replayed; also if all but the next
+        region that it grows by do, where they were looked for up to the budget (`in_use`). (Of 14
+        runs of Keras' `fit` planned like this, all peaked within 2 % of it in the first epoch.)
+        Otherwise: how a growing allocator is cut into chunks depends on what the process did
+        before, which nobody knows: the highest peak over a few plausible histories is returned.
+        (Of 32 schedules of five networks, each made and
         run as `optckpt compare` does it, 30 peaked as measured between 5 % below it and 0.3 %
         above, the others 0.7 and 3 % above. In a small step, one large block in a chunk of almost
         twice its size is much: a gated MLP peaked up to 26 % below.) The resident bytes count as

@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from optckpt import costs, device
-from optckpt.allocator import SMALL_STEP, Allocator, Reporter
+from optckpt.allocator import Allocator, Reporter
 from optckpt.backends.tensorflow import rewrite
 from optckpt.backends.xla_figures import XlaFigures
 from optckpt.backends.xla_ties import rewrite_for_xla
@@ -33,6 +33,10 @@ from optckpt.solvers.registry import SolveOptions
 from optckpt.xla import is_compiled, refuse_marked
 
 logger = logging.getLogger(__name__)
+
+_SMALL_STEP = 32 << 20
+"""Bytes below which a chunk or two that come otherwise are much of a step: free chunks then say
+less, and are not looked for beyond what was in use before."""
 
 _last_plan: Plan | None = None
 _last_plans: dict[str, Plan] = {}
@@ -112,7 +116,7 @@ def _reporter(
     if budget is not None:
         peak = simulate(graph, Schedule.base(graph)).peak
         wanted = min(budget.resolve(peak), peak) - graph.resident
-    allocator = _allocator_now(found, wanted if wanted >= SMALL_STEP else 0)
+    allocator = _allocator_now(found, wanted if wanted >= _SMALL_STEP else 0)
     return XlaFigures(found, allocator) if compiled else allocator
 
 

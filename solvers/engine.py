@@ -23,15 +23,14 @@ import logging
 import os
 import pickle
 import select
-import subprocess
 import sys
 import threading
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from optckpt.errors import OptckptError
+from optckpt.solvers import worker_setup
 
 logger = logging.getLogger("optckpt.solvers.engine")
 
@@ -93,18 +92,7 @@ class _Worker:
     """One running worker process."""
 
     def __init__(self) -> None:
-        script = Path(__file__).with_name("engine_worker.py")
-        env = dict(os.environ)
-        # The child must find the same OR-Tools, however this process found it.
-        env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
-        self.process = subprocess.Popen(
-            [sys.executable, str(script), str(os.getpid())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=env,
-            # Ctrl-C in a terminal is for the caller alone.
-            start_new_session=True,
-        )
+        self.process = worker_setup.start("engine_worker.py")
         self.owner = os.getpid()
 
     def alive(self) -> bool:

@@ -22,20 +22,19 @@ import math
 import os
 import pickle
 import queue
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from optckpt.errors import OptckptError
 from optckpt.graph import TrainingGraph
 from optckpt.schedule import Schedule, Solution
 from optckpt.simulate import simulate
+from optckpt.solvers import worker_setup
 from optckpt.solvers.decode import drop_dead
 from optckpt.solvers.heuristics import chen_greedy, speed, sqrt_n
 from optckpt.solvers.knapsack import knapsack
@@ -83,17 +82,7 @@ class _Search:
     """CP-SAT in a process of its own; messages come in while it searches."""
 
     def __init__(self, request: dict[str, Any]) -> None:
-        env = dict(os.environ)
-        # The child must find the same OR-Tools, however this process found it.
-        env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
-        script = Path(__file__).with_name("retention_worker.py")
-        self.process = subprocess.Popen(
-            [sys.executable, str(script), str(os.getpid())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=env,
-            start_new_session=True,
-        )
+        self.process = worker_setup.start("retention_worker.py")
         self.messages: queue.Queue[dict[str, Any] | None] = queue.Queue()
         assert self.process.stdin is not None
         try:
