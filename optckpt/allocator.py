@@ -81,8 +81,8 @@ class Allocator:
     def peak(self, graph: TrainingGraph, schedule: Schedule) -> int:
         """Peak bytes in use that the allocator reports for a step, resident included.
 
-        If the free chunks are known and suffice, they are what is replayed; also if all but the next
-        region that it grows by do, where they were looked for up to the budget (`in_use`). (Of 14
+        If the free chunks are known and suffice, they are what is replayed; also if all but the
+        next region that it grows by do, where they were looked for up to the budget (`in_use`). (Of 14
         runs of Keras' `fit` planned like this, all peaked within 2 % of it in the first epoch.)
         Otherwise: how a growing allocator is cut into chunks depends on what the process did
         before, which nobody knows: the highest peak over a few plausible histories is returned.
