@@ -82,15 +82,14 @@ class Allocator:
         """Peak bytes in use that the allocator reports for a step, resident included.
 
         If the free chunks are known and suffice, they are what is replayed; also if all but the
-        next region that it grows by do, where they were looked for up to the budget (`in_use`). (Of 14
-        runs of Keras' `fit` planned like this, all peaked within 2 % of it in the first epoch.)
+        next region that it grows by do, where they were looked for up to the budget (`in_use`). (Of
+        14 runs of Keras' `fit` planned like this, all peaked within 2 % of it in the first epoch.)
         Otherwise: how a growing allocator is cut into chunks depends on what the process did
-        before, which nobody knows: the highest peak over a few plausible histories is returned.
-        (Of 32 schedules of five networks, each made and
-        run as `optckpt compare` does it, 30 peaked as measured between 5 % below it and 0.3 %
-        above, the others 0.7 and 3 % above. In a small step, one large block in a chunk of almost
-        twice its size is much: a gated MLP peaked up to 26 % below.) The resident bytes count as
-        they stand in the graph.
+        before, which nobody knows: the highest peak over a few plausible histories is returned. (Of
+        32 schedules of five networks, each made and run as `optckpt compare` does it, 30 peaked as
+        measured between 5 % below it and 0.3 % above, the others 0.7 and 3 % above. In a small
+        step, one large block in a chunk of almost twice its size is much: a gated MLP peaked up to
+        26 % below.) The resident bytes count as they stand in the graph.
         `schedule` must be valid.
         O(executions log chunks).
         """
