@@ -75,6 +75,9 @@ class Capture:
     folded: tuple[int, ...]
     """Those of `resident_blocks` that TensorFlow will allocate before the first step: constants
     that it computes in advance. Smaller ones than `count_from` are left out."""
+    arguments: tuple[tuple[tf.Tensor, int], ...]
+    """(placeholder, bytes) of each of `resident_blocks` that is an argument of the graph. Smaller
+    ones than `count_from` are left out."""
     count_from: int
     """Blocks smaller than this many bytes are not counted by the device's allocator."""
     chain_from: int

@@ -64,6 +64,9 @@ def finished(
         ignored=tuple(built.ignored),
         plain_reads=tuple(built.plain_reads),
         resident_blocks=resident,
+        arguments=tuple(
+            (t, size) for t, size in built.residents.arguments() if size >= counted.count_from
+        ),
         folded=tuple(n for n in built.residents.folded(running) if n >= counted.count_from),
         written_later=written_later,
         count_from=counted.count_from,

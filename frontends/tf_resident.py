@@ -28,6 +28,7 @@ class Residents:
         self._constants: set[int] = set()
         self._blocks: dict[int, int] = {}
         """id(what holds the memory) -> bytes."""
+        self._arguments: list[tf.Tensor] = []
         self._folds: set[tf.Operation] = set()
         self._folded: list[tf.Tensor] = []
         self._keys: dict[tf.Operation, bytes] = {}
@@ -42,6 +43,8 @@ class Residents:
             else:
                 if tf_ops.is_reference(t.dtype):
                     self._references.add(key)
+                if node.kind.startswith("Placeholder") and t.dtype != tf.resource:
+                    self._arguments.append(t)
                 handle = node.inputs[0] if node.kind == "ReadVariableOp" else t
                 while handle.op.type == "Identity":
                     handle = handle.op.inputs[0]
@@ -99,6 +102,11 @@ class Residents:
         """Bytes of each block, in a step of the operations `members`."""
         here = (size for key, size in self._blocks.items() if self._readers.get(key, True))
         return (*here, *self.folded(members))
+
+    def arguments(self) -> tuple[tuple[tf.Tensor, int], ...]:
+        """(placeholder, bytes of its block) of each that is needed here."""
+        here = (t for t in self._arguments if self._readers.get(id(t), True))
+        return tuple((t, self._blocks[id(t)]) for t in here)
 
     def folded(self, members: Collection[tf.Operation]) -> tuple[int, ...]:
         """Bytes of each constant that is not there before the first step."""

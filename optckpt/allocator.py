@@ -98,7 +98,8 @@ class Allocator:
         if self.free is not None:
             chunks = self._known(self.free)
             regions = chunks.regions
-            peaks.append(_replay(chunks, events, moving))
+            unused = chunks.in_use - sum(_rounded(n) for n in self.coming if n >= self.smallest)
+            peaks.append(unused + _replay(chunks, events, moving))
             foreseen = regions + len(moving) + (self.in_use > 0)
             if chunks.regions <= foreseen:
                 return graph.resident + peaks[0]
@@ -290,7 +291,7 @@ class _Chunks:
 
     def hold(self, size: int) -> int:
         """Address of a chunk in use that has always been there, next to nothing."""
-        size = -(-size // ROUNDING) * ROUNDING
+        size = _rounded(size)
         self._add_region(size)
         address = -self._regions << 48
         self._remove(address)
@@ -309,7 +310,7 @@ class _Chunks:
 
     def allocate(self, size: int) -> int:
         """Address of the chunk that serves `size` bytes."""
-        size = -(-size // ROUNDING) * ROUNDING
+        size = _rounded(size)
         i = bisect_left(self._free, (size, -(1 << 62)))
         if i == len(self._free):
             self._grow(size)
@@ -359,6 +360,10 @@ class _Chunks:
         if after is not None:
             self._before[after] = first
         del self._is_free[second], self._before[second], self._after[second]
+
+
+def _rounded(size: int) -> int:
+    return -(-size // ROUNDING) * ROUNDING
 
 
 def _copied(chunks: _Chunks, size: int) -> None:

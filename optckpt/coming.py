@@ -1,8 +1,9 @@
 """Memory that will be taken when a step begins, but is not while it is planned.
 
 A variable that was made while a function was traced may not be initialised yet, or share its memory
-with others: TensorFlow computes equal initial values once. The first update gives each its own. And
-a step in the body of a loop begins with what the loop carries and with what was computed before it.
+with others: TensorFlow computes equal initial values once. The first update gives each its own. A
+step in the body of a loop begins with what the loop carries and with what was computed before it.
+And an argument may be larger than in the call for which a function is traced, or be NumPy's now.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from collections.abc import Hashable, Iterator
 import tensorflow as tf
 from tensorflow.python.ops.control_flow_v2_func_graphs import WhileBodyFuncGraph
 
+from optckpt.device import address, is_counted
 from optckpt.frontends.tensorflow import Capture
 from optckpt.frontends.tf_bodies import Bodies
 from optckpt.frontends.tf_heap import Block
 from optckpt.frontends.tf_lists import bytes_of
 from optckpt.frontends.tf_resident import handle_bytes
 from optckpt.frontends.tf_versions import VARIABLE_READS
+from optckpt.sizes import arguments_of
 
 
 def blocks_to_come(found: Capture) -> tuple[int, ...]:
@@ -27,6 +30,23 @@ def blocks_to_come(found: Capture) -> tuple[int, ...]:
     known on a CPU alone.
     """
     return (*_of_variables(found), *_from_around(found))
+
+
+def larger_arguments(found: Capture) -> tuple[tuple[int, int], ...]:
+    """(bytes, bytes in use now) of each argument of the step that takes more at the sizes that the
+    step is planned at than now, in the call for which it is traced."""
+    given = arguments_of(found.tf_graph) if found.arguments else {}
+    larger = []
+    for placeholder, size in found.arguments:
+        value = given.get(id(placeholder))
+        if value is None or not _is_on(value, found.device):
+            continue
+        here = bytes_of(value)
+        if here < found.count_from or not is_counted(value, found.device, found.count_from):
+            here = 0
+        if here < size:
+            larger.append((size, here))
+    return tuple(larger)
 
 
 def _of_variables(found: Capture) -> list[int]:
@@ -102,7 +122,7 @@ def _is_on(handle: tf.Tensor, device: str) -> bool:
 def _address(handle: tf.Tensor) -> int:
     entry = handle._handle_data.shape_and_type[0]
     value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.as_dtype(entry.dtype))
-    return int(value._numpy().__array_interface__["data"][0])
+    return address(value)
 
 
 def _is_written(handle: tf.Tensor) -> bool:

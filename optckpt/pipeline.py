@@ -16,7 +16,7 @@ from optckpt.backends.tensorflow import rewrite
 from optckpt.backends.xla_figures import XlaFigures
 from optckpt.backends.xla_ties import rewrite_for_xla
 from optckpt.budget import Budget, format_bytes, short_name
-from optckpt.coming import blocks_to_come
+from optckpt.coming import blocks_to_come, larger_arguments
 from optckpt.config import Config
 from optckpt.costs.signature import environment
 from optckpt.distribute import workers
@@ -76,6 +76,7 @@ def measure(
         options["cache"] = settings.costs.cache or None
     graph = costs.cost(found.sized or found, settings.costs.model, **options)
     coming = sum(found.folded) + sum(blocks_to_come(found))
+    coming += sum(size - here for size, here in larger_arguments(found))
     in_use = device.bytes_in_use(found.device) + coming
     if in_use > graph.resident:
         # Of what the step does not hold, what is in Python's reference cycles is free to be used.
@@ -103,7 +104,8 @@ def _allocator_now(found: Capture, wanted: int = 0) -> Allocator | None:
     allocator = allocator_of(found)
     if allocator is None or allocator.region:
         return allocator
-    coming = (*found.folded, *blocks_to_come(found))
+    larger = (size for size, _ in larger_arguments(found))
+    coming = (*found.folded, *blocks_to_come(found), *larger)
     free = device.free_chunks(found.device, allocator.smallest, wanted)
     in_use = device.bytes_in_use(found.device) if wanted else 0
     return replace(allocator, free=free, in_use=in_use, coming=coming)

@@ -109,13 +109,22 @@ def of_inputs(graph: tf.Graph, settings: Config) -> dict[int, tf.TensorShape]:
 def values_of_inputs(graph: tf.Graph) -> dict[int, tf.Tensor]:
     """{id(placeholder): tensor} of the arguments of the call that made TensorFlow trace `graph`,
     and of the constants that it captures; without those that are no numbers."""
-    given = dict(_call_of(graph).arguments)
-    given.update((id(inner), outer) for outer, inner in getattr(graph, "captures", ()))
-    return {
-        key: t
-        for key, t in given.items()
-        if isinstance(t, tf.__internal__.EagerTensor) and not tf_ops.is_opaque(t.dtype)
-    }
+    given = dict(arguments_of(graph))
+    given.update(
+        (id(inner), outer) for outer, inner in getattr(graph, "captures", ()) if _is_value(outer)
+    )
+    return given
+
+
+def arguments_of(graph: tf.Graph) -> dict[int, tf.Tensor]:
+    """{id(placeholder): tensor} of the arguments of the call that made TensorFlow trace `graph`;
+    without those that are no numbers."""
+    return {key: t for key, t in _call_of(graph).arguments.items() if _is_value(t)}
+
+
+def _is_value(tensor: Any) -> bool:
+    is_value = isinstance(tensor, tf.__internal__.EagerTensor)
+    return is_value and not tf_ops.is_opaque(tensor.dtype)
 
 
 # --- Shapes that are given ---------------------------------------------------------------------

@@ -9,13 +9,14 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from tf_support import normal
+from tf_support import normal, taken_over
 
 import optckpt.keras
-from optckpt.coming import blocks_to_come
+from optckpt.coming import blocks_to_come, larger_arguments
 from optckpt.config import Config
 from optckpt.frontends.tensorflow import capture
 from optckpt.schedule import Plan
+from optckpt.sizes import of_inputs, values_of_inputs
 from optckpt.step import whole_step
 
 pytestmark = [pytest.mark.usefixtures("grappler_off"), pytest.mark.fresh_process]
@@ -229,3 +230,32 @@ def test_what_a_loop_carries_and_what_it_takes_from_outside_will_be_there() -> N
 
     step(tf.constant(normal(SIDE, SIDE)))
     assert found == [BYTES] * 2
+
+
+def test_arguments_that_will_be_larger() -> None:
+    before = tf.zeros([24 * BYTES], tf.uint8)
+    if not tf.config.experimental.get_memory_info("CPU:0")["peak"]:
+        pytest.skip("this build of TensorFlow does not track CPU memory")
+    del before
+    weights = tf.Variable(tf.ones((SIDE, SIDE)))
+    constant = tf.ones((2 * SIDE, SIDE))
+    found: list[Any] = []
+
+    @tf.function(reduce_retracing=True, autograph=False)
+    def step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+        loss = tf.reduce_sum(tf.tanh(tf.tanh(x @ weights) * y + constant[: tf.shape(x)[0]]))
+        graph = tf.compat.v1.get_default_graph()
+        settings = Config.model_validate({})
+        sizes = {"shapes": of_inputs(graph, settings), "values": values_of_inputs(graph)}
+        captured = capture(graph, [loss], tf.gradients(loss, [weights]), **sizes)
+        found.append(larger_arguments(captured))
+        return loss
+
+    def array(rows: int) -> np.ndarray:
+        return np.ones((rows, SIDE), np.float32)
+
+    step(tf.ones((SIDE, SIDE)), taken_over(array(SIDE)))
+    step(tf.ones((SIDE - 20, SIDE)), tf.ones((SIDE - 20, SIDE)))
+    step(taken_over(array(SIDE - 40)), tf.ones((SIDE - 40, SIDE)))
+    smaller = 4 * (SIDE - 20) * SIDE
+    assert found == [((BYTES, 0),), ((BYTES, smaller), (BYTES, smaller))]

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from fresh_process import PeakError
 from tf_support import grappler_off
 
 import optckpt
@@ -26,7 +27,9 @@ def variables(n: int = 6, dim: int = DIM) -> list[tf.Variable]:
 
 
 def data(n: int, dim: int = DIM) -> tf.Tensor:
-    return tf.constant(np.random.default_rng(n).normal(size=(n, dim)).astype(np.float32))
+    numbers = np.random.default_rng(n).normal(size=(n, dim)).astype(np.float32)
+    # TensorFlow may take over the array; the allocator counts what is computed.
+    return tf.constant(numbers) + 0
 
 
 def config(**more: Any) -> Config:
@@ -442,6 +445,7 @@ def tracked() -> bool:
     return bool(tf.config.experimental.get_memory_info("CPU:0")["peak"]) and keep is not None
 
 
+@pytest.mark.fresh_process
 @pytest.mark.parametrize("way", ["signature", "reduce_retracing", "declared", "whole step"])
 def test_budget_is_kept_at_the_size_seen_and_below(way):
     if not tracked():
@@ -487,7 +491,9 @@ def test_budget_is_kept_at_the_size_seen_and_below(way):
     # The size that was traced first has a function of its own.
     largest = BATCH - 1 if way == "reduce_retracing" else BATCH
     for n in (largest, BATCH - 300, 1):
-        assert peak_of(step, n) <= budget, n
+        peak = peak_of(step, n)
+        if peak > budget:
+            raise PeakError(f"{n}: {peak}, {budget} allowed")
     with grappler_off():
         for n in (BATCH, 33):
             x, y = data(n, LARGE), data(n, LARGE)
