@@ -3,7 +3,7 @@
 A variable that was made while a function was traced may not be initialised yet, or share its memory
 with others: TensorFlow computes equal initial values once. The first update gives each its own. A
 step in the body of a loop begins with what the loop carries and with what was computed before it.
-And an argument may be larger than in the call for which a function is traced, or be NumPy's now.
+And an argument may be larger than in the call for which a function is traced.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Hashable, Iterator
 import tensorflow as tf
 from tensorflow.python.ops.control_flow_v2_func_graphs import WhileBodyFuncGraph
 
-from optckpt.device import address, is_counted
 from optckpt.frontends.tensorflow import Capture
 from optckpt.frontends.tf_bodies import Bodies
 from optckpt.frontends.tf_heap import Block
@@ -42,10 +41,8 @@ def larger_arguments(found: Capture) -> tuple[tuple[int, int], ...]:
         if value is None or not _is_on(value, found.device):
             continue
         here = bytes_of(value)
-        if here < found.count_from or not is_counted(value, found.device, found.count_from):
-            here = 0
         if here < size:
-            larger.append((size, here))
+            larger.append((size, here if here >= found.count_from else 0))
     return tuple(larger)
 
 
@@ -122,7 +119,7 @@ def _is_on(handle: tf.Tensor, device: str) -> bool:
 def _address(handle: tf.Tensor) -> int:
     entry = handle._handle_data.shape_and_type[0]
     value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.as_dtype(entry.dtype))
-    return address(value)
+    return int(value._numpy().__array_interface__["data"][0])
 
 
 def _is_written(handle: tf.Tensor) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import tensorflow as tf
 
-from optckpt.allocator import ROUNDING, Allocator
+from optckpt.allocator import Allocator
 from optckpt.frontends.tensorflow import CPU_COUNT_FROM
 
 _MOST_BLOCKS = 4096
@@ -87,7 +87,7 @@ def free_chunks(device: str, smallest: int, wanted: int = 0) -> tuple[int, ...] 
                 blocks.append(tf.raw_ops.Empty(shape=shape, dtype=tf.uint8))
                 now = int(tf.config.experimental.get_memory_info(name)["current"])
                 size, used = now - used, now
-                start = address(blocks[-1])
+                start = int(blocks[-1]._numpy().__array_interface__["data"][0])
                 if sizes and start == end:
                     sizes[-1] += size
                 else:
@@ -97,47 +97,6 @@ def free_chunks(device: str, smallest: int, wanted: int = 0) -> tuple[int, ...] 
         except (ValueError, tf.errors.ResourceExhaustedError):
             return None
     return tuple(sizes) or None
-
-
-def is_counted(tensor: tf.Tensor, device: str, smallest: int) -> bool:
-    """Whether an eager tensor of at least `smallest` bytes is in memory of the allocator of
-    `device`, as far as its address tells.
-
-    Of a NumPy array TensorFlow makes a copy, and takes over that memory where it happens to be
-    aligned (one in four of those that are not mapped by themselves): its allocator knows nothing of
-    it. The chunks of a region all begin at the same offset from a multiple of their rounding, an
-    array anywhere: three in four are recognised. On CPU only.
-    """
-    if "CPU" not in device.upper() or not smallest:
-        return True
-    offsets = _offsets(device, smallest)
-    return not offsets or address(tensor) % ROUNDING in offsets
-
-
-def _offsets(device: str, smallest: int) -> set[int]:
-    """Where chunks begin in the regions that have free ones, in bytes from a multiple of their
-    rounding."""
-    name = device.removeprefix("/device:")
-    found: set[int] = set()
-    with tf.init_scope(), tf.device(device):
-        if not tf.executing_eagerly():
-            return found
-        try:
-            info = tf.config.experimental.get_memory_info(name)
-        except ValueError:
-            return found
-        size, room = smallest, int(info["peak"]) - int(info["current"])
-        while size <= room:
-            # The smallest free chunk that is large enough serves each.
-            block = tf.raw_ops.Empty(shape=tf.constant([size]), dtype=tf.uint8)
-            found.add(address(block) % ROUNDING)
-            size *= 2
-    return found
-
-
-def address(tensor: tf.Tensor) -> int:
-    """Where an eager tensor on a CPU is in memory."""
-    return int(tensor._numpy().__array_interface__["data"][0])
 
 
 def _is_shared(device: str) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import tensorflow as tf
-from tf_support import normal
+from tf_support import counted, normal
 
 import optckpt
 from optckpt.backends.calls import is_inlined
@@ -83,7 +83,7 @@ def test_the_peak_of_a_step_with_calls_is_as_predicted() -> None:
             loss, weights, budget="60%", config=QUICK, on_plan=plans.append
         )
 
-    x = tf.constant(normal(4 * SIDE, SIDE))
+    x = counted(normal(4 * SIDE, SIDE))
     step(x)
     tf.config.experimental.reset_memory_stats("CPU:0")
     step(x)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import tensorflow as tf
-from tf_support import taken_over
 
 from optckpt import device
 
@@ -89,22 +87,3 @@ def test_free_chunks_of_an_unknown_device_are_unknown() -> None:
     assert device.free_chunks("/device:GPU:0", 256) is None
     with tf.Graph().as_default():
         assert device.free_chunks(CPU, 0) is None
-
-
-@pytest.mark.usefixtures("room")
-def test_arrays_that_are_taken_over_are_told_by_their_address() -> None:
-    before = info()["current"]
-    tensor = taken_over(np.zeros([MIB], np.float32))
-    assert info()["current"] == before
-    assert not device.is_counted(tensor, CPU, MIB // 4)
-    for n in (MIB // 4, MIB, 9 * MIB):
-        assert device.is_counted(tf.zeros([n], tf.uint8), CPU, MIB // 4)
-
-
-@pytest.mark.usefixtures("room")
-def test_where_nothing_is_known_of_chunks_all_counts() -> None:
-    tensor = taken_over(np.zeros([MIB], np.float32))
-    assert device.is_counted(tensor, "/device:GPU:0", MIB // 4)
-    assert device.is_counted(tensor, CPU, 0)
-    tf.config.experimental.reset_memory_stats("CPU:0")
-    assert device.is_counted(tensor, CPU, MIB // 4)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from fresh_process import PeakError
-from tf_support import grappler_off
+from tf_support import counted, grappler_off
 
 import optckpt
 from optckpt import sizes
@@ -28,8 +28,7 @@ def variables(n: int = 6, dim: int = DIM) -> list[tf.Variable]:
 
 def data(n: int, dim: int = DIM) -> tf.Tensor:
     numbers = np.random.default_rng(n).normal(size=(n, dim)).astype(np.float32)
-    # TensorFlow may take over the array; the allocator counts what is computed.
-    return tf.constant(numbers) + 0
+    return counted(numbers)
 
 
 def config(**more: Any) -> Config:

@@ -18,7 +18,15 @@ from fresh_process import PeakError
 from random_steps import RandomStep
 from tensorflow.python.eager import backprop
 from tensorflow.python.ops import gradients_util
-from tf_support import Scheduler, assert_same, grappler_off, normal, random_order, random_schedule
+from tf_support import (
+    Scheduler,
+    assert_same,
+    counted,
+    grappler_off,
+    normal,
+    random_order,
+    random_schedule,
+)
 
 import optckpt
 from optckpt.config import Config
@@ -104,7 +112,7 @@ def train(
     try:
         with grappler_off():
             for i in range(steps):
-                x = tf.constant(normal(SIDE, SIDE, seed=i))
+                x = counted(normal(SIDE, SIDE, seed=i))
                 tf.config.experimental.reset_memory_stats("CPU:0")
                 results = function(x)
                 peak = tf.config.experimental.get_memory_info("CPU:0")["peak"]

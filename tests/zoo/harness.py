@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from fresh_process import PeakError
+from tf_support import counted
 
 import optckpt
 from optckpt.config import Config, MemoryConfig
@@ -87,7 +88,7 @@ def loop(step: Callable[..., Any], batches: Sequence[tuple[Any, ...]], state: An
 
 
 def _tensor(value: Any) -> Any:
-    return value() if callable(value) else tf.convert_to_tensor(value)
+    return value() if callable(value) else counted(value)
 
 
 def fit(model: keras.Model, *data: Any, batch: int, **options: Any) -> Trial:
