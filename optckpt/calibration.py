@@ -5,6 +5,11 @@ What the model cannot know (how memory is cut up by what the process did before,
 needs inside) is learnt here: the first real steps are measured, and if one exceeds the budget, the
 step is traced and planned again, for so much less. Every step that is measured is a step of the
 training; none is executed twice, and no variable is touched.
+
+Without calibration, a step is planned again, and calibrated from then on, when it is seen above its
+budget in the statistics as they are. A step that draws random numbers by itself (by operations with
+a state of their own, not Keras' seed generators) is left alone then: traced anew, it would
+begin its sequence anew.
 """
 
 from __future__ import annotations
@@ -18,7 +23,9 @@ import tensorflow as tf
 
 from optckpt import pipeline
 from optckpt.budget import Budget, format_bytes
+from optckpt.config import Calibrate
 from optckpt.errors import BudgetError
+from optckpt.frontends.tf_functions import function_graph, function_names
 from optckpt.schedule import Plan
 
 logger = logging.getLogger(__name__)
@@ -30,7 +37,7 @@ _STEPS = 2
 
 
 class PlannedStep:
-    """A function that is planned when it is traced; planned again if `calibrate` and it must be.
+    """A function that is planned when it is traced; planned again as `calibrate` says.
 
     Called like the function. While it is calibrated, the device's memory statistics are reset
     before each step (`tf.config.experimental.reset_memory_stats`).
@@ -39,7 +46,7 @@ class PlannedStep:
     def __init__(
         self,
         make: Callable[[PlannedStep, Budget | None], Callable[..., Any]],
-        calibrate: bool,
+        calibrate: Calibrate,
         on_plan: Callable[[Plan], None] | None = None,
     ) -> None:
         """`make`: gives a function not yet traced that, while it is, plans for this budget (None:
@@ -51,7 +58,7 @@ class PlannedStep:
         self._device: str | None = None
         self._calibrate = calibrate
         """Whether it may still be planned again."""
-        self._left = _STEPS if calibrate else 0
+        self._left = _STEPS if calibrate is True else 0
         """Steps to be measured."""
         self._plan: Plan | None = None
         self._budget: int | None = None
@@ -74,7 +81,7 @@ class PlannedStep:
 
     def measure_again(self) -> None:
         """Measure the next steps if it is calibrated at all: something else has used the device."""
-        if self._calibrate:
+        if self._calibrate is True:
             self._left = _STEPS
 
     def planned(self, plan: Plan) -> None:
@@ -89,8 +96,11 @@ class PlannedStep:
             self._on_plan(plan)
         # Here, and not before the step, because measuring costs takes memory, too.
         self._in_use = self._reset()
-        if not self._calibrate:
-            self._peak_before = self._read_peak()
+        if self._calibrate is True:
+            return
+        self._peak_before = self._read_peak()
+        if self._calibrate and _draws_by_itself(tf.compat.v1.get_default_graph()):
+            self._calibrate = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Take a step."""
@@ -111,7 +121,7 @@ class PlannedStep:
         return result
 
     def _watched(self, *args: Any, **kwargs: Any) -> Any:
-        """Take a step that is not calibrated, and warn, once, if it is seen to exceed the budget.
+        """Take a step that is not calibrated; if it is seen to exceed the budget, see to it, once.
 
         The statistics are the caller's, and are not reset: what is seen is a peak higher than all
         before it.
@@ -124,6 +134,11 @@ class PlannedStep:
         peak = self._read_peak()
         if peak > max(self._peak_before, self._budget):
             self._peak_before = None
+            if self._calibrate:
+                self._calibrate = True
+                self._grown = 0
+                self._learn(logging.WARNING)
+                return result
             logger.warning(
                 "a training step peaked at %s, above its budget of %s: calibrate=True plans again "
                 "for what was measured, a larger memory.margin leaves more room%s",
@@ -133,8 +148,11 @@ class PlannedStep:
             )
         return result
 
-    def _learn(self) -> None:
-        """Compare the peak of the step that was just taken with the budget."""
+    def _learn(self, level: int = logging.INFO) -> None:
+        """Compare the peak of the step that was just taken with the budget.
+
+        `level`: of what is said if it is to be planned again.
+        """
         plan, budget = self._plan, self._budget
         peak = self._peak()
         if plan is None or budget is None or not peak:
@@ -165,7 +183,8 @@ class PlannedStep:
         if wanted <= 0:
             self._return_to_best("what it exceeds it by is more than the budget")
             return
-        logger.info(
+        logger.log(
+            level,
             "the step peaked at %s, above its budget of %s: it is planned again, for %s",
             format_bytes(peak),
             format_bytes(budget),
@@ -223,3 +242,16 @@ class PlannedStep:
             return int(tf.config.experimental.get_memory_info(self._device)["peak"])
         except ValueError:
             return 0
+
+
+def _draws_by_itself(graph: tf.Graph) -> bool:
+    """Whether operations of the graph, or of functions that it calls, draw random numbers from a
+    state that only they have."""
+    graphs = [graph]
+    for level in graphs:
+        for op in level.get_operations():
+            if op._is_stateful and any(attr.name == "seed2" for attr in op.op_def.attr):
+                return True
+            inner = (function_graph(op, name) for name in function_names(op))
+            graphs += [g for g in inner if g is not None and g not in graphs]
+    return False

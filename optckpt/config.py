@@ -105,6 +105,7 @@ def _check_inputs(value: Any) -> Any:
 
 
 CheckpointMode = Literal["memory", "speed", "collection"]
+Calibrate = bool | Literal["seen"]
 # Validated by hand, because a plain union reports one error per alternative.
 BudgetValue = Annotated[
     Any,
@@ -264,11 +265,12 @@ class MemoryConfig(Section):
             "where the budget would not be met otherwise."
         ),
     )
-    calibrate: bool = Field(
-        default=False,
+    calibrate: Calibrate = Field(
+        default="seen",
         description=(
-            "Measure the first training steps and plan again, at most a few times, if the "
-            "device reports more than the budget; where the way in can: "
+            "true: measure the first training steps and plan again, at most a few times, if the "
+            "device reports more than the budget. seen: only once a step is seen above it in the "
+            "device's statistics as they are. false: only warn then. Where the way in can: "
             "value_and_gradients and optckpt.keras."
         ),
     )

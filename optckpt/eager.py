@@ -12,7 +12,7 @@ import tensorflow as tf
 from optckpt.arguments import shown
 from optckpt.budget import Budget
 from optckpt.calibration import PlannedStep
-from optckpt.config import Config
+from optckpt.config import Calibrate, Config
 from optckpt.errors import CaptureError, OptckptError
 from optckpt.request import Checkpoints, Request, calibrated
 from optckpt.schedule import Plan
@@ -29,7 +29,7 @@ def value_and_gradients(
     update: bool = True,
     return_gradients: bool | None = None,
     has_aux: bool = False,
-    calibrate: bool | None = None,
+    calibrate: Calibrate | None = None,
     autograph: bool = True,
     max_overhead: float | None = None,
     strategy: str | Strategy | None = None,
@@ -64,7 +64,8 @@ def value_and_gradients(
         has_aux: whether `fn` returns `(value, aux)`, and the step `((value, aux), gradients)`;
             `aux` is any structure of tensors.
         calibrate: measure the first steps of each signature and plan again if the peak is above
-            the budget; see `optckpt.calibration`. None: as the configuration says.
+            the budget; "seen": only once a step is seen above it; False: only warn then. See
+            `optckpt.calibration`. None: as the configuration says.
         autograph: whether `fn` may use Python's `if` and `while` on tensors.
         max_overhead, strategy, checkpoints, config, plan, on_plan: as for `optckpt.gradients`.
 
@@ -118,7 +119,7 @@ class TrainingStep:
         update: bool,
         return_gradients: bool,
         has_aux: bool,
-        calibrate: bool,
+        calibrate: Calibrate,
     ) -> None:
         self._fn = fn
         self._variables = variables

@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from optckpt.budget import Budget
 from optckpt.calibration import PlannedStep
-from optckpt.config import Config
+from optckpt.config import Calibrate, Config
 from optckpt.eager import own_tensors
 from optckpt.errors import CaptureError, OptckptError
 from optckpt.request import Checkpoints, Request, calibrated
@@ -39,7 +39,7 @@ def apply(
     model: Any,
     budget: Budget | int | float | str | None = None,
     *,
-    calibrate: bool | None = None,
+    calibrate: Calibrate | None = None,
     max_overhead: float | None = None,
     strategy: str | Strategy | None = None,
     checkpoints: Checkpoints | None = None,
@@ -62,7 +62,8 @@ def apply(
         budget: peak bytes on the device during a training step; see `optckpt.gradients`. On a CPU,
             data in memory and prefetched batches are on the device, too.
         calibrate: measure the first steps of each epoch and plan again if the peak is above the
-            budget; see `optckpt.calibration`. None: as the configuration says.
+            budget; "seen": only once a step is seen above it; False: only warn then. See
+            `optckpt.calibration`. None: as the configuration says.
         max_overhead, strategy, checkpoints, config, plan, on_plan: as for `optckpt.gradients`.
 
     Raises:
@@ -103,7 +104,7 @@ def compile(
     model: Any,
     *args: Any,
     budget: Budget | int | float | str | None = None,
-    calibrate: bool | None = None,
+    calibrate: Calibrate | None = None,
     max_overhead: float | None = None,
     strategy: str | Strategy | None = None,
     checkpoints: Checkpoints | None = None,
@@ -237,7 +238,7 @@ class _Training:
     """The training of one model within a budget."""
 
     def __init__(
-        self, model: Any, request: Request, options: dict[str, Any], calibrate: bool
+        self, model: Any, request: Request, options: dict[str, Any], calibrate: Calibrate
     ) -> None:
         self._model = model
         self._request = request

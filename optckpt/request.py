@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from optckpt.arguments import shown
 from optckpt.budget import AnyBudget, Budget, DeviceBudgets, parse_budget
-from optckpt.config import Config, find_config
+from optckpt.config import Calibrate, Config, find_config
 from optckpt.errors import OptckptError, PlanError
 from optckpt.planner import check_price
 from optckpt.schedule import Plan
@@ -84,19 +84,22 @@ class Request:
         return self.budget.on(device) if isinstance(self.budget, DeviceBudgets) else self.budget
 
 
-def calibrated(calibrate: bool | None, request: Request) -> bool:
+def calibrated(calibrate: Calibrate | None, request: Request) -> Calibrate:
     """Whether a step is to be calibrated: as the argument says, or else the configuration.
 
     Raises:
-        OptckptError: if the argument is no truth value, or several devices have budgets.
+        OptckptError: if the argument is none of these, or several devices have budgets.
     """
-    if calibrate is not None and not isinstance(calibrate, bool):
+    if not (calibrate is None or isinstance(calibrate, bool) or calibrate == "seen"):
         raise OptckptError(
-            f"calibrate= takes True, False or None (as the configuration says), got "
+            f"calibrate= takes True, False, 'seen' or None (as the configuration says), got "
             f"{shown(calibrate)}"
         )
     wanted = request.settings.memory.calibrate if calibrate is None else calibrate
-    if wanted and isinstance(request.budget, DeviceBudgets) and len(request.budget.by_device) > 1:
+    several = isinstance(request.budget, DeviceBudgets) and len(request.budget.by_device) > 1
+    if wanted == "seen" and (several or request.plan is not None):
+        return False
+    if wanted and several:
         raise OptckptError(
             "calibrate= measures one device, and the budget names several: give one budget, or "
             "calibrate=False and a larger memory.margin"

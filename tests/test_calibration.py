@@ -63,7 +63,7 @@ def step_of(ws, budget, hidden=HIDDEN, **options):
 
 
 def test_without_it_the_budget_is_exceeded_and_a_warning_says_so_once(caplog):
-    step = step_of(weights(), "80%")
+    step = step_of(weights(), "80%", calibrate=False)
     x = tf.constant(X)
     step(x)
     for _ in range(2):
@@ -74,6 +74,75 @@ def test_without_it_the_budget_is_exceeded_and_a_warning_says_so_once(caplog):
     (warning,) = (r.message for r in caplog.records if r.name == "optckpt.calibration")
     assert "above its budget of" in warning
     assert "calibrate=True" in warning
+
+
+def test_planned_again_when_seen_above_the_budget(caplog):
+    step = step_of(weights(), "80%")
+    x = tf.constant(X)
+    step(x)
+    assert step.last_plan.calibrated == ()
+    first, target = peak(), step.last_plan.target
+    for _ in range(3):
+        step(x)
+    plan = step.last_plan
+    assert plan.calibrated[0] == first > plan.budget
+    assert plan.target < target
+    tf.config.experimental.reset_memory_stats("CPU:0")
+    step(x)
+    assert 0 < peak() <= plan.budget
+    messages = [r.message for r in caplog.records if r.name == "optckpt.calibration"]
+    assert len(messages) == 1
+    assert "it is planned again" in messages[0]
+
+
+def test_statistics_are_the_callers_until_then():
+    step = step_of(weights(), "90%", hidden=4)
+    x = tf.constant(X)
+    step(x)
+    large = tf.ones([64 << 20])
+    del large
+    highest = peak()
+    for _ in range(3):
+        step(x)
+    assert peak() == highest
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_a_step_with_random_numbers_of_its_own_is_only_warned_of(caplog, within):
+    ws = weights()
+
+    def noisy(x):
+        return x + tf.random.uniform([])
+
+    if within:
+        inner = noisy
+
+        def noisy(x):
+            return tf.while_loop(lambda i, _: i < 2, lambda i, x: (i + 1, inner(x)), [0, x])[1]
+
+    step = optckpt.value_and_gradients(
+        lambda x: noisy(hungry(x, ws)), ws, "80%", config=Config.model_validate(SETTINGS)
+    )
+    x = tf.constant(X)
+    for _ in range(3):
+        step(x)
+    assert step.last_plan.calibrated == ()
+    (warning,) = (r.message for r in caplog.records if r.name == "optckpt.calibration")
+    assert "calibrate=True" in warning
+
+
+def test_a_plan_that_is_given_is_not_made_again(caplog):
+    ws = weights()
+    x = tf.constant(X)
+    made = step_of(ws, "80%", calibrate=False)
+    made(x)
+    step = optckpt.value_and_gradients(
+        lambda x: hungry(x, ws), ws, plan=made.last_plan, config=Config.model_validate(SETTINGS)
+    )
+    for _ in range(3):
+        step(x)
+    assert step.last_plan.schedule == made.last_plan.schedule
+    assert "planned again" not in caplog.text
 
 
 def test_no_warning_of_peaks_that_the_step_did_not_reach(caplog):
