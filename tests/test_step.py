@@ -117,7 +117,7 @@ def train(
                 results = function(x)
                 peak = tf.config.experimental.get_memory_info("CPU:0")["peak"]
                 found.outputs += [t.numpy() for t in results]
-                del results
+                del results, x
                 found.peak = max(found.peak, peak if i else 0)
         found.variables = [v.numpy() for v in flat_variables(trained)]
     finally:
@@ -177,7 +177,8 @@ def check(make: Callable[[Around], tuple[Body, Sequence[Any]]], updates: str = "
     assert len(plain.variables) > 0
     assert all(len(p.schedule) > len(set(p.schedule.executions)) for p in found.plans)
     predicted = max(plan.predicted_peak for plan in found.plans)
-    if found.peak > 1.03 * predicted + BYTES:
+    # A large chunk that is cut otherwise than in any history is two matrices.
+    if found.peak > 1.03 * predicted + 2 * BYTES:
         raise PeakError(f"{found.peak}, predicted {predicted}")
     return found
 

@@ -98,7 +98,8 @@ def cond(way: Way) -> Trial:
     return fit(way.keras(model), X, Y, batch=BATCH)
 
 
-@zoo.row("gradients", "tf.switch_case: another branch in each step", 0.8)
+# A chunk more or less is a tenth of this step.
+@zoo.row("gradients", "tf.switch_case: another branch in each step", 0.9)
 def switch_case(way: Way) -> Trial:
     ws, inner = squares(5), squares(3, 9)
     variables = [*ws, *inner]
