@@ -24,6 +24,8 @@ import tensorflow as tf
 from optckpt import pipeline
 from optckpt.budget import Budget, format_bytes
 from optckpt.config import Calibrate
+from optckpt.device import is_shared
+from optckpt.distribute import is_worker
 from optckpt.errors import BudgetError
 from optckpt.frontends.tf_functions import function_graph, function_names
 from optckpt.schedule import Plan
@@ -94,6 +96,12 @@ class PlannedStep:
         self._adopt(plan)
         if self._on_plan is not None:
             self._on_plan(plan)
+        if self._calibrate and is_worker():
+            # Traced again by one worker alone, its collectives would wait for the others' for ever.
+            if self._calibrate is True:
+                logger.warning("calibrate=True plans one process again; of several workers none is")
+            self._settle()
+            self._calibrate = False
         # Here, and not before the step, because measuring costs takes memory, too.
         self._in_use = self._reset()
         if self._calibrate is True:
@@ -117,7 +125,8 @@ class PlannedStep:
                 raise
             self._return_to_best(str(e))
             return self._function(*args, **kwargs)
-        self._learn()
+        if self._calibrate:
+            self._learn()
         return result
 
     def _watched(self, *args: Any, **kwargs: Any) -> Any:
@@ -220,14 +229,14 @@ class PlannedStep:
         """Begin to look for a peak. Returns the bytes in use."""
         if not self._left or self._device is None:
             return 0
-        try:
-            tf.config.experimental.reset_memory_stats(self._device)
-            return int(tf.config.experimental.get_memory_info(self._device)["current"])
-        except ValueError:
+        memory = self._memory()
+        if memory is None:
             logger.info("%s does not track its memory: no calibration", self._device)
             self._settle()
             self._calibrate = False
             return 0
+        tf.config.experimental.reset_memory_stats(self._device)
+        return memory["current"]
 
     def _peak(self) -> int:
         """Bytes; 0 if unknown."""
@@ -236,12 +245,18 @@ class PlannedStep:
 
     def _read_peak(self) -> int:
         """Bytes, of what the device has finished; 0 if unknown."""
-        if self._device is None:
-            return 0
+        memory = self._memory()
+        return 0 if memory is None else memory["peak"]
+
+    def _memory(self) -> dict[str, int] | None:
+        """Bytes in use now ("current") and at most ("peak"); None if unknown, or if the device's
+        allocator serves others as well."""
+        if self._device is None or is_shared(self._device):
+            return None
         try:
-            return int(tf.config.experimental.get_memory_info(self._device)["peak"])
+            return dict(tf.config.experimental.get_memory_info(self._device))
         except ValueError:
-            return 0
+            return None
 
 
 def _draws_by_itself(graph: tf.Graph) -> bool:

@@ -90,13 +90,10 @@ def workers() -> Workers | None:
 
     Also None, with a line in the log, if they have no coordination service to meet in.
     """
-    strategy = tf.distribute.get_strategy()
-    if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
+    if not is_worker():
         return None
-    resolver = strategy.cluster_resolver
+    resolver = tf.distribute.get_strategy().cluster_resolver
     cluster = resolver.cluster_spec()
-    if multi_worker_util.worker_count(cluster, resolver.task_type) < 2:
-        return None
     if context.context().coordination_service is None:
         logger.warning(
             "TensorFlow's coordination service is off, so that each worker plans for itself; the "
@@ -104,6 +101,16 @@ def workers() -> Workers | None:
         )
         return None
     return Workers(multi_worker_util.is_chief(cluster, resolver.task_type, resolver.task_id))
+
+
+def is_worker() -> bool:
+    """Whether other processes take part in each step under the strategy that is in use here."""
+    strategy = tf.distribute.get_strategy()
+    if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
+        return False
+    resolver = strategy.cluster_resolver
+    count: int = multi_worker_util.worker_count(resolver.cluster_spec(), resolver.task_type)
+    return count > 1
 
 
 def _put(key: str, value: str) -> bool:

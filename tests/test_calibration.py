@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 import optckpt
+from optckpt import calibration
 from optckpt.config import Config
 from optckpt.schedule import Plan
 
@@ -93,6 +94,30 @@ def test_planned_again_when_seen_above_the_budget(caplog):
     messages = [r.message for r in caplog.records if r.name == "optckpt.calibration"]
     assert len(messages) == 1
     assert "it is planned again" in messages[0]
+
+
+@pytest.mark.parametrize("calibrate", [True, False, "seen"])
+def test_what_several_devices_use_together_is_not_taken_for_one(monkeypatch, caplog, calibrate):
+    monkeypatch.setattr(calibration, "is_shared", lambda _: True)
+    step = step_of(weights(), "80%", calibrate=calibrate)
+    for _ in range(3):
+        step(tf.constant(X))
+    assert peak() > step.last_plan.budget
+    assert step.last_plan.calibrated == ()
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("calibrate", [True, "seen"])
+def test_a_worker_does_not_plan_again_by_itself(monkeypatch, caplog, calibrate):
+    monkeypatch.setattr(calibration, "is_worker", lambda: True)
+    step = step_of(weights(), "80%", calibrate=calibrate)
+    for _ in range(3):
+        step(tf.constant(X))
+    assert peak() > step.last_plan.budget
+    assert step.last_plan.calibrated == ()
+    messages = [r.message for r in caplog.records if r.name == "optckpt.calibration"]
+    assert len(messages) == 1
+    assert ("of several workers none is" if calibrate is True else "above its") in messages[0]
 
 
 def test_statistics_are_the_callers_until_then():
