@@ -30,6 +30,8 @@ RESIDENT = words("""
     """)
 """Operations whose outputs are in memory throughout the step, whatever is recomputed."""
 
+PLACEHOLDERS = words("Placeholder PlaceholderV2 PlaceholderWithDefault")
+
 METADATA = words("Shape ShapeN Size Rank TensorListLength TensorListElementShape")
 """Operations that look at the shape of their inputs only."""
 

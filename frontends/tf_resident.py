@@ -43,7 +43,7 @@ class Residents:
             else:
                 if tf_ops.is_reference(t.dtype):
                     self._references.add(key)
-                if node.kind.startswith("Placeholder") and t.dtype != tf.resource:
+                if node.kind in tf_ops.PLACEHOLDERS and t.dtype != tf.resource:
                     self._arguments.append(t)
                 handle = node.inputs[0] if node.kind == "ReadVariableOp" else t
                 while handle.op.type == "Identity":

@@ -24,7 +24,7 @@ import tensorflow as tf
 from optckpt import pipeline
 from optckpt.budget import Budget, format_bytes
 from optckpt.config import Calibrate
-from optckpt.device import is_shared
+from optckpt.device import memory_info
 from optckpt.distribute import is_worker
 from optckpt.errors import BudgetError
 from optckpt.frontends.tf_functions import function_graph, function_names
@@ -73,6 +73,8 @@ class PlannedStep:
         """Peaks above the budget, in the order in which they were measured."""
         self._peak_before: int | None = None
         """The highest peak on the device before the present step; None: no longer of interest."""
+        self._graph: tf.Graph | None = None
+        """What was traced for steps that are not calibrated."""
         self._best: tuple[int, Plan, Callable[..., Any]] | None = None
         """Of the plans that exceeded the budget, the one with the lowest peak, and its peak."""
 
@@ -104,11 +106,9 @@ class PlannedStep:
             self._calibrate = False
         # Here, and not before the step, because measuring costs takes memory, too.
         self._in_use = self._reset()
-        if self._calibrate is True:
-            return
-        self._peak_before = self._read_peak()
-        if self._calibrate and _draws_by_itself(tf.compat.v1.get_default_graph()):
-            self._calibrate = False
+        if self._calibrate is not True:
+            self._peak_before = self._read_peak()
+            self._graph = tf.compat.v1.get_default_graph()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Take a step."""
@@ -143,7 +143,7 @@ class PlannedStep:
         peak = self._read_peak()
         if peak > max(self._peak_before, self._budget):
             self._peak_before = None
-            if self._calibrate:
+            if self._calibrate and not _draws_by_itself(self._graph):
                 self._calibrate = True
                 self._grown = 0
                 self._learn(logging.WARNING)
@@ -229,7 +229,7 @@ class PlannedStep:
         """Begin to look for a peak. Returns the bytes in use."""
         if not self._left or self._device is None:
             return 0
-        memory = self._memory()
+        memory = memory_info(self._device)
         if memory is None:
             logger.info("%s does not track its memory: no calibration", self._device)
             self._settle()
@@ -245,18 +245,8 @@ class PlannedStep:
 
     def _read_peak(self) -> int:
         """Bytes, of what the device has finished; 0 if unknown."""
-        memory = self._memory()
+        memory = None if self._device is None else memory_info(self._device)
         return 0 if memory is None else memory["peak"]
-
-    def _memory(self) -> dict[str, int] | None:
-        """Bytes in use now ("current") and at most ("peak"); None if unknown, or if the device's
-        allocator serves others as well."""
-        if self._device is None or is_shared(self._device):
-            return None
-        try:
-            return dict(tf.config.experimental.get_memory_info(self._device))
-        except ValueError:
-            return None
 
 
 def _draws_by_itself(graph: tf.Graph) -> bool:

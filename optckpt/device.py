@@ -48,7 +48,7 @@ def allocator(device: str, count_from: int, held: tuple[int, ...]) -> Allocator 
             tf.config.list_physical_devices("GPU")[0]
         )
         return Allocator(region=0 if growing else _allocator_limit(device), held=held)
-    if count_from != CPU_COUNT_FROM or is_shared(device):
+    if count_from != CPU_COUNT_FROM or _is_shared(device):
         return None
     return Allocator(smallest=CPU_COUNT_FROM, held=held)
 
@@ -99,7 +99,7 @@ def free_chunks(device: str, smallest: int, wanted: int = 0) -> tuple[int, ...] 
     return tuple(sizes) or None
 
 
-def is_shared(device: str) -> bool:
+def _is_shared(device: str) -> bool:
     """Whether there are several logical CPUs: they have one allocator, which tells the sum."""
     return "CPU" in device.upper() and len(tf.config.list_logical_devices("CPU")) > 1
 
@@ -119,12 +119,20 @@ def _allocator_limit(device: str) -> int:
     raise ValueError(f"TensorFlow has no device {device!r}")
 
 
+def memory_info(device: str) -> dict[str, int] | None:
+    """Bytes that the allocator of `device` has handed out now ("current") and at most ("peak").
+
+    None where it is not tracked, or serves other devices as well.
+    """
+    if _is_shared(device):
+        return None
+    try:
+        return dict(tf.config.experimental.get_memory_info(device.removeprefix("/device:")))
+    except ValueError:
+        return None
+
+
 def bytes_in_use(device: str) -> int:
     """Bytes that the allocator of `device` has handed out now; 0 where it is not tracked."""
-    if is_shared(device):
-        return 0
-    try:
-        info = tf.config.experimental.get_memory_info(device.removeprefix("/device:"))
-    except ValueError:
-        return 0
-    return int(info["current"])
+    info = memory_info(device)
+    return 0 if info is None else info["current"]

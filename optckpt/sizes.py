@@ -38,7 +38,6 @@ logger = logging.getLogger("optckpt.sizes")
 _ITERATORS = tf_ops.words("""
     IteratorGetNext IteratorGetNextSync OptionalGetValue MultiDeviceIteratorGetNextFromShard
     """)
-_PLACEHOLDERS = tf_ops.words("Placeholder PlaceholderV2 PlaceholderWithDefault")
 _BRANCHES = tf_ops.words("If StatelessIf")
 
 
@@ -201,7 +200,7 @@ class _Inputs:
         groups: list[list[tf.Tensor]] = []
         for op in graph.get_operations():
             kind = op.type
-            if kind in _PLACEHOLDERS:
+            if kind in tf_ops.PLACEHOLDERS:
                 placeholders += op.outputs
             elif kind in _ITERATORS or (kind in _BRANCHES and _returns_data(op)):
                 groups.append(list(op.outputs))

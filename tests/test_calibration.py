@@ -98,7 +98,7 @@ def test_planned_again_when_seen_above_the_budget(caplog):
 
 @pytest.mark.parametrize("calibrate", [True, False, "seen"])
 def test_what_several_devices_use_together_is_not_taken_for_one(monkeypatch, caplog, calibrate):
-    monkeypatch.setattr(calibration, "is_shared", lambda _: True)
+    monkeypatch.setattr(calibration, "memory_info", lambda _: None)
     step = step_of(weights(), "80%", calibrate=calibrate)
     for _ in range(3):
         step(tf.constant(X))

@@ -87,3 +87,14 @@ def test_free_chunks_of_an_unknown_device_are_unknown() -> None:
     assert device.free_chunks("/device:GPU:0", 256) is None
     with tf.Graph().as_default():
         assert device.free_chunks(CPU, 0) is None
+
+
+@pytest.mark.usefixtures("room")
+def test_what_several_devices_use_together_is_told_of_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    block = tf.zeros([8 * MIB], tf.uint8)
+    assert device.memory_info(CPU) == info()
+    assert device.bytes_in_use(CPU) == info()["current"] > 0
+    monkeypatch.setattr(device, "_is_shared", lambda _: True)
+    assert device.memory_info(CPU) is None
+    assert device.bytes_in_use(CPU) == 0
+    del block
