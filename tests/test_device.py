@@ -7,6 +7,9 @@ import tensorflow as tf
 
 from optckpt import device
 
+# What other tests leave in reference cycles may be freed between two looks.
+pytestmark = pytest.mark.fresh_process
+
 MIB = 1 << 20
 CPU = "/device:CPU:0"
 
