@@ -1,6 +1,6 @@
 """`fit` of networks of keras.applications, plain and within a budget, in one table.
 
-    python benchmarks/keras_applications.py [CASE ...] [--share 0.5]
+    python benchmarks/keras_applications.py [CASE ...] [--share 0.5] [--calibrate seen]
 
 A CASE is a class of keras.applications, perhaps with image size and batch size:
 MobileNetV2:96:16. Each is trained for two epochs of three batches and a half (Adam, random images,
@@ -39,6 +39,7 @@ CASES = ("ResNet50:96:16", "MobileNetV2:96:16", "DenseNet121:64:16", "EfficientN
 SIZE, BATCH = 96, 16
 EPOCHS, FULL_BATCHES = 2, 3
 ABOVE_FLOOR = 1.1
+CALIBRATE: dict[str, bool | str] = {"seen": "seen", "true": True, "false": False}
 TIME_LIMIT = 120.0
 """Of the solver, in seconds: more than it needs, should the machine be busy."""
 
@@ -58,6 +59,8 @@ class Run:
     """plain; probe: one step, to learn the floor; planned: within the budget."""
     budget: int | None = None
     """Bytes."""
+    calibrate: bool | str = "seen"
+    """Of a planned run, as in `optckpt.keras.apply`."""
 
     @property
     def key(self) -> str:
@@ -103,7 +106,7 @@ def train(run: Run, weights: Path) -> Record:
         optckpt.keras.apply(
             model,
             run.budget,
-            calibrate=run.kind == "planned",
+            calibrate=run.calibrate if run.kind == "planned" else False,
             strategy="store_all" if run.kind == "probe" else None,
             config=Config.model_validate(settings),
         )
@@ -203,7 +206,9 @@ class Results:
         return record
 
 
-def compared(plain: Run, share: float, results: Results, fresh: bool = False) -> Record:
+def compared(
+    plain: Run, share: float, results: Results, calibrate: bool | str, fresh: bool = False
+) -> Record:
     """Plain beside planned. Sizes are bytes; the largest of the peaks after the first batch is the
     peak of a run, because in the first one the step is traced, measured and planned.
     """
@@ -211,7 +216,7 @@ def compared(plain: Run, share: float, results: Results, fresh: bool = False) ->
     probe = results.of(replace(plain, kind="probe"), fresh)
     plain_peak = max(without["peaks"][1:])
     budget = max(round(share * plain_peak), round(ABOVE_FLOOR * probe["floor"]))
-    planned = replace(plain, kind="planned", budget=budget)
+    planned = replace(plain, kind="planned", budget=budget, calibrate=calibrate)
     within = results.of(planned, fresh)
     a, b = (np.load(results.weights(run)) for run in (plain, planned))
     return {
@@ -225,6 +230,7 @@ def compared(plain: Run, share: float, results: Results, fresh: bool = False) ->
         "peak": max(within["peaks"][1:]),
         "first_peak": within["peaks"][0],
         "met": max(within["peaks"][1:]) <= budget,
+        "calibrate": calibrate,
         "losses_equal": without["losses"] == within["losses"],
         "weights_equal": bool(np.array_equal(a, b)),
         "largest_difference": float(np.max(np.abs(a - b))),
@@ -260,7 +266,7 @@ def line(r: Record) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def report(records: Sequence[Record], folder: Path) -> None:
+def report(records: Sequence[Record], calibrate: bool | str, folder: Path) -> None:
     """Write keras_applications.md and keras_applications.json."""
     where = facts()
     rows = "\n".join(map(line, records))
@@ -271,12 +277,14 @@ Made by `python benchmarks/keras_applications.py`. Machine: {described(where)}.
 
 Each network (`weights=None`, `classes=10`) is trained with Adam for {EPOCHS} epochs of
 {FULL_BATCHES} full batches and a half one, plain and with
-`optckpt.keras.apply(model, budget, calibrate=True)`, in processes of their own, TensorFlow's graph
-optimiser off. The budget covers the whole step: variables, the optimizer's slots and its update,
-images and labels.
+`optckpt.keras.apply(model, budget, calibrate={calibrate!r})`, in processes of their own,
+TensorFlow's graph optimiser off. The budget covers the whole step: variables, the optimizer's
+slots and its update, images and labels.
 
 - **plain peak**, **peak**: the highest that the allocator reported after any batch but the first,
   its statistics reset before each.
+- **met**: whether all of these batches were within the budget; with calibrate="seen" a step that is
+  seen above it is planned again.
 - **floor**: no schedule needs less.
 - **budget**, **share**: in bytes, and of the plain peak; {ABOVE_FLOOR} x floor where that is more.
 - **extra time**: predicted from the operations' measured times; **CPU time ratio**: planned /
@@ -302,6 +310,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("cases", nargs="*", metavar="CASE", default=list(CASES))
     parser.add_argument("--share", type=float, default=0.5, help="of the plain peak (%(default)s)")
+    parser.add_argument(
+        "--calibrate", choices=CALIBRATE, default="seen", help="as in apply (%(default)s)"
+    )
     parser.add_argument("--cache", type=Path, default=Path("out/benchmarks"))
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
     parser.add_argument("--fresh", action="store_true", help="run again what is known")
@@ -316,11 +327,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as e:
         parser.error(str(e))
     results = Results(given.cache)
+    calibrate = CALIBRATE[given.calibrate]
     records = []
     print(HEAD)
     for case in cases:
         try:
-            records.append(compared(case, given.share, results, given.fresh))
+            records.append(compared(case, given.share, results, calibrate, given.fresh))
         except KeyboardInterrupt:
             print("interrupted; the same command goes on from here", file=sys.stderr)
             break
@@ -328,7 +340,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(e, file=sys.stderr)
             continue
         print(line(records[-1]), flush=True)
-    report(records, given.out)
+    report(records, calibrate, given.out)
     return 0 if len(records) == len(cases) else 1
 
 

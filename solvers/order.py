@@ -13,34 +13,28 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from typing import TypeVar
+from functools import partial
 
 from optckpt.graph import TrainingGraph
-from optckpt.schedule import Certificate, Schedule, Solution, Status
-from optckpt.simulate import simulate
+from optckpt.schedule import Schedule, Solution, Status
 from optckpt.solvers import engine
-from optckpt.solvers.decode import drop_dead
 from optckpt.solvers.floor import any_order_floor, static_floor
 from optckpt.solvers.incumbent import WORTH, known_schedule, prepare
 from optckpt.solvers.local_search import anneal, to_arrays
-from optckpt.solvers.loss_cut import STEP, start_loss_cut
+from optckpt.solvers.loss_cut import start_loss_cut
 from optckpt.solvers.order_chain import order_chain_bound
 from optckpt.solvers.order_cuts import start_order_cuts
 from optckpt.solvers.order_search import (
     MIX,
     PEAK,
-    OrderArrays,
     Weights,
     anneal_order,
-    to_order_arrays,
 )
-from optckpt.solvers.order_sequence import Annealed, Heat, anneal_sequence
-from optckpt.solvers.preprocess import Problem, preprocess
+from optckpt.solvers.order_sequence import Heat
+from optckpt.solvers.order_state import AT_ONCE, OrderState
+from optckpt.solvers.preprocess import preprocess
 from optckpt.solvers.registry import Interrupted, Progress, SolveOptions
-from optckpt.solvers.sequence import cost, profile
 
 logger = logging.getLogger("optckpt.solvers.order")
 
@@ -75,19 +69,12 @@ BASE_SHARE, LONG_BASE_SHARE = 0.5, 0.75
 """The same for the base order: where another one looks better, and where none does."""
 BETTER = 0.9
 """What a better order's first rough schedule costs at most, as a share of the base order's."""
-AT_ONCE = 2
-"""Annealings that run at the same time; whatever the machine, so that results do not depend on
-it."""
 HOPE = 0.75
 """What solving may make of the cost of a first rough schedule in the same order."""
 RETRY_HEAT = 0.0003
 """Temperature from which other orders are annealed later on."""
 RETRY_HOPE = 0.9
 """The same as HOPE for these, of which there may be many."""
-TOLERANCE = 1e-6
-"""A gap this small (fraction of the step) is the solvers' own tolerance, not a gap."""
-ANY_ORDER = "any order"
-
 
 SCRATCH = Heat(1e-3, 1e-5, 0.0, 0.8, together=0.8)
 """From a sequence that may be changed entirely."""
@@ -95,8 +82,6 @@ WARM = Heat(1e-4, 1e-5, 0.0, 0.7)
 """From a good one, where orders hardly matter."""
 LEAN = (Heat(3e-6, 1e-7, 0.01, 0.6), Heat(1e-5, 1e-8, 0.01, 0.7))
 """From a good one whose order must not get lost."""
-
-T = TypeVar("T")
 
 InOrder = Callable[[TrainingGraph, int, SolveOptions], tuple[Solution, bool]]
 """Solves a graph in its base order; also says whether the user interrupted it."""
@@ -118,7 +103,7 @@ def free_order(
         Interrupted: if interrupted afterwards, with the best schedule so far.
         OptckptError: if OR-Tools cannot be run.
     """
-    search = _FreeOrder(graph, budget, options, in_order)
+    search = _FreeOrder(graph, budget, options, in_order=in_order)
     if any_order_floor(graph).bytes > budget:
         return search.solution("infeasible")
     engine.warm_up()
@@ -144,74 +129,10 @@ class _HopelessError(Exception):
 
 
 @dataclass
-class _FreeOrder:
-    """The state of one call."""
+class _FreeOrder(OrderState):
+    """The search of one call."""
 
-    graph: TrainingGraph
-    budget: int
-    options: SolveOptions
-    in_order: InOrder
-    started: float = field(default_factory=time.monotonic)
-    compiling: float = 0.0
-    """Seconds spent on compiling, once after installation; not counted as search."""
-    best: list[int] | None = None
-    """Executions of the best schedule that fits."""
-    cost: float = float("inf")
-    """Its extra time as a fraction of the plain step."""
-    bound: float = 0.0
-    seconds_first: float | None = None
-    tries: int = 0
-    interrupted: bool = False
-    solved: list[list[int]] = field(default_factory=list)
-    """Orders that have been solved as if they were given."""
-    bounding: engine.Solve | None = None
-    """What is being solved for a bound meanwhile."""
-
-    @cached_property
-    def problem(self) -> Problem:
-        # Unmerged, so that its operations are the graph's.
-        return preprocess(self.graph, merge=False)
-
-    @cached_property
-    def arrays(self) -> OrderArrays:
-        graph = self.graph
-        parents = [
-            sorted({graph.producer[b] for b in op.reads} | set(op.after)) for op in graph.operations
-        ]
-        return to_order_arrays(self.problem, parents)
-
-    @property
-    def room(self) -> int:
-        return self.budget - self.graph.resident
-
-    def elapsed(self) -> float:
-        return time.monotonic() - self.started
-
-    def remaining(self) -> float:
-        return self.options.time_limit + self.compiling - self.elapsed()
-
-    def over(self) -> bool:
-        return self.remaining() <= 0
-
-    def done(self) -> bool:
-        return self.interrupted or self.closed() or self.over()
-
-    def closed(self) -> bool:
-        return self.cost - self.bound <= max(self.options.gap, TOLERANCE)
-
-    def report(self) -> None:
-        if self.options.progress is not None:
-            found = None if self.best is None else self.cost
-            self.options.progress(Progress(self.elapsed(), found, self.bound))
-
-    def offer(self, sequence: list[int]) -> None:
-        """Take `sequence` as the best if it fits and is cheaper."""
-        price = cost(self.problem, sequence)
-        if price < self.cost and max(profile(self.problem, sequence), default=0) <= self.room:
-            if self.best is None:
-                self.seconds_first = self.elapsed()
-            self.best, self.cost = sequence, price
-            self.report()
+    in_order: InOrder = field(kw_only=True)
 
     def compile(self) -> None:
         before = time.monotonic()
@@ -222,68 +143,6 @@ class _FreeOrder:
         self.compiling = time.monotonic() - before
         if self.compiling > 1:
             logger.info("compiled the search over orders in %.1f s (once)", self.compiling)
-
-    def at_once(self, calls: Sequence[Callable[[], T]]) -> list[T]:
-        """The results of calls that spend their time in compiled code."""
-        workers = min(AT_ONCE, self.options.threads or AT_ONCE)
-        with ThreadPoolExecutor(workers) as pool:
-            futures = [pool.submit(call) for call in calls]
-            try:
-                return [future.result() for future in futures]
-            except BaseException:
-                self.interrupted = True
-                raise
-
-    def seed(self) -> int:
-        self.tries += 1
-        return self.options.seed * 7919 + self.tries
-
-    def anneal(self, *starts: tuple[list[int], int, Heat]) -> list[Annealed]:
-        """Anneal orders and re-executions together, from sequences with so many moves each, and
-        offer what comes out."""
-
-        def call(sequence: list[int], moves: int, heat: Heat, seed: int) -> Annealed:
-            return anneal_sequence(
-                self.arrays,
-                drop_dead(self.problem, sequence),
-                self.room,
-                heat,
-                moves=moves,
-                seed=seed,
-                enough=self.bound,
-                stop=lambda: self.interrupted or self.over(),
-            )
-
-        annealed = self.at_once([partial(call, *start, self.seed()) for start in starts])
-        for found in annealed:
-            if found.best is not None:
-                self.offer(found.best)
-        return annealed
-
-    def start_bound(self, start: Callable[..., engine.Solve | None], **more: int) -> None:
-        self.bounding = start(
-            self.graph,
-            self.budget,
-            time_limit=max(0.1, min(self.options.time_limit / 4, self.remaining())),
-            gap=self.options.gap / 4,
-            **more,
-        )
-
-    def raise_bound(self) -> bool:
-        """Wait for the bound that is being solved for; False if it proves that nothing fits."""
-        if self.bounding is None:
-            return True
-        while not self.bounding.ready():
-            if self.over():
-                return True
-            time.sleep(0.01)
-        result = self.bounding.result()
-        self.bounding = None
-        if result.status == "infeasible":
-            return False
-        self.bound = max(self.bound, min(result.bound / STEP, self.cost))
-        self.report()
-        return True
 
     def offer_base_schedules(self) -> None:
         """Offer what is quickly known in base order; on long chains annealing finds nothing."""
@@ -483,25 +342,3 @@ class _FreeOrder:
         k = 0 if rough[0][0] <= rough[1][0] else 1
         if rough[k][0] * RETRY_HOPE <= self.cost and not self.done():
             self.solve_in_order(tried[k], SHARE)
-
-    def solution(self, status: Status) -> Solution:
-        seconds = self.elapsed()
-        if self.best is None:
-            bound = 0.0 if status == "infeasible" else self.bound
-            return Solution(
-                None, Certificate("optimal", status, None, bound, seconds, None, ANY_ORDER)
-            )
-        schedule = Schedule(tuple(self.best))
-        overhead = simulate(self.graph, schedule).overhead
-        return Solution(
-            schedule,
-            Certificate(
-                "optimal",
-                status,
-                overhead,
-                min(self.bound, overhead),
-                seconds,
-                self.seconds_first,
-                ANY_ORDER,
-            ),
-        )
