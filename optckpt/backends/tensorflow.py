@@ -17,6 +17,7 @@ import tensorflow as tf
 from tensorflow.python.framework import ops
 
 from optckpt.backends.calls import wait_for_calls
+from optckpt.backends.grappler import hide_permutations, protect
 from optckpt.backends.partners import separate_partners
 from optckpt.backends.sums import keep_orders
 from optckpt.backends.xla_guards import bar_xla
@@ -83,8 +84,8 @@ def rewrite(capture: Capture, schedule: Schedule, *, scope: str = "optckpt") -> 
     chain = [_made(n, clones) for group in edit.chain for n in group]
     remember(capture, chain)
     separate_partners(([_made(n, clones) for n in unit] for unit in edit.units), scope)
-    _hide_permutations(capture.tf_graph, chain)
-    _protect(capture.tf_graph, [*chain, *copies])
+    hide_permutations(capture.tf_graph, chain)
+    protect([*chain, *copies])
     bar_xla(capture.tf_graph, scope)
     is_view = [c.is_view for c in edit.clones]
     report = RewriteReport(
@@ -434,55 +435,6 @@ def _empty(capture: Capture, clones: Iterable[tuple[tf.Operation, tf.Operation]]
                 made[key] = tf.constant([], op.inputs[i].dtype, name="optckpt/empty")
         for reader in (op, *again.get(op, ())):
             changes(capture.tf_graph).redirect(reader, i, made[key])
-
-
-def _hide_permutations(graph: tf.Graph, chain: Sequence[tf.Operation]) -> None:
-    """Keep the graph optimiser from taking out pairs of transpositions that cancel.
-
-    Who reads the second would read what the first reads, as soon as that is there, and so hold it
-    from then on: layers that swap time and batch, one after the other (recurrent ones), would be
-    executed again too early. It does not look at a permutation that might be fed.
-    """
-    hidden: dict[tuple[int, str], tf.Tensor] = {}
-    for op in chain:
-        if op.type != "Transpose":
-            continue
-        source = op.inputs[0].op
-        while source.type in tf_ops.SIMPLE_VIEWS:
-            source = source.inputs[0].op
-        if source.type != "Transpose" or op.inputs[1].op._get_control_flow_context() is not None:
-            continue
-        key = (id(op.inputs[1]), op.device)
-        if key not in hidden:
-            with graph.as_default(), tf.control_dependencies(None), tf.device(op.device):
-                hidden[key] = tf.compat.v1.placeholder_with_default(
-                    op.inputs[1], op.inputs[1].shape, name="optckpt/permutation"
-                )
-        changes(graph).redirect(op, 1, hidden[key])
-
-
-def _protect(graph: tf.Graph, chain: Sequence[tf.Operation]) -> None:
-    """Keep the graph optimiser from computing something else than the chained operations.
-
-    It moves constants through trees of products and sums, where one consumer then reads an
-    earlier tensor than before: tensors live on beyond what was planned (a GPT: +14 %) and the last
-    bits of results change. It must not change what a function returns, nor an operation that the
-    function has to run; so the operations are made such. Those that it merges into faster kernels
-    or replaces by others are left to it: it would make the replacement and keep the original
-    beside it, computed for nobody. In a v1 graph there is no such list.
-    """
-    controls = getattr(graph, "control_outputs", None)
-    if controls is not None:
-        # No operation may be in the list twice; tf.function adds the stateful ones by itself.
-        present = set(controls)
-        controls.extend(
-            op
-            for op in chain
-            if op.type not in tf_ops.MERGED_BY_OPTIMIZER
-            and not tf_ops.is_replaced_by_optimizer(op)
-            and not op._is_stateful
-            and op not in present
-        )
 
 
 def _make_clone(
