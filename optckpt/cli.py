@@ -391,12 +391,10 @@ def _failure(graph: TrainingGraph, result: dict[str, Any], code: int, repeats: R
             f"is {format_bytes(peak)} ({peak} bytes); raise the budget or use strategy 'optimal'"
         )
     floor = proven_floor(widest(graph, repeats), result["order"])
-    where = (
-        f", at operation {graph.operations[floor.operation].name!r}" if floor.operation >= 0 else ""
-    )
+    where = floor.place(graph)
     low = (
         f"{which_schedules(graph, repeats)} at least {format_bytes(floor.bytes)} "
-        f"({floor.bytes} bytes{where})"
+        f"({floor.bytes} bytes{where and f', at {where}'})"
     )
     if status == "infeasible":
         share = f', or write "{limit}%" if a share of the plain step\'s peak is meant'

@@ -107,11 +107,8 @@ def _failure(
     """What to raise where there is no schedule within `limit` bytes."""
     allowed = widest(graph, repeat)
     floor = proven_floor(allowed, order)
-    setter = (
-        f"set by {graph.operations[floor.operation].name!r}"
-        if floor.operation >= 0
-        else "the resident bytes"
-    )
+    place = floor.place(allowed)
+    setter = f"set by {place}" if place else "the resident bytes"
     low = (
         f"{which_schedules(graph, repeat)} at least {format_bytes(floor.bytes)} "
         f"({floor.bytes} bytes, {setter}; {format_bytes(graph.resident)} of it are resident)"

@@ -13,10 +13,22 @@ from optckpt.solvers.registry import Order
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """Bytes (resident included) that the operation of index `operation` (-1: none) needs."""
+    """Bytes (resident included) that the operation of index `operation` needs.
+
+    The index of the end of the step, where all outputs are in memory, is the number of operations;
+    -1: a step without operations.
+    """
 
     bytes: int
     operation: int
+
+    def place(self, graph: TrainingGraph) -> str:
+        """Where in the step of `graph` that is: "operation 'conv1'"; empty without operations."""
+        if self.operation < 0:
+            return ""
+        if self.operation == len(graph.operations):
+            return "the end of the step, whose outputs are all in memory then"
+        return f"operation {graph.operations[self.operation].name!r}"
 
 
 def proven_floor(graph: TrainingGraph, order: Order) -> Floor:
@@ -30,7 +42,8 @@ def static_floor(graph: TrainingGraph) -> Floor:
     As operation i of the base order first runs, its inputs, outputs and workspace are in memory,
     and so is every buffer that a non-repeatable operation wrote before i and that some base
     operation from i on reads, or that is a graph output. An output that can take over the memory
-    of an input that may die at i is not charged. O(operations + edges).
+    of an input that may die at i is not charged. At the end all outputs are in memory.
+    O(operations + edges).
     """
     ops = graph.operations
     sizes = [b.size for b in graph.buffers]
@@ -61,7 +74,13 @@ def static_floor(graph: TrainingGraph) -> Floor:
             best = Floor(need, i)
         live += sum(sizes[b] for b in op.writes if fixed(b))
         live -= sum(sizes[b] for b in dying[i])
-    return best
+    return _or_outputs(graph, best)
+
+
+def _or_outputs(graph: TrainingGraph, best: Floor) -> Floor:
+    """`best`, or the end of the step, if that needs more."""
+    outputs = graph.resident + sum(graph.buffers[b].size for b in set(graph.outputs))
+    return Floor(outputs, len(graph.operations)) if outputs > best.bytes else best
 
 
 def any_order_floor(graph: TrainingGraph) -> Floor:
@@ -69,7 +88,7 @@ def any_order_floor(graph: TrainingGraph) -> Floor:
 
     As operation i first runs, its inputs, outputs and workspace are in memory, and so is every
     buffer that an ancestor of i wrote, that cannot be computed again, and that is a graph output
-    or read by a descendant of i. O(buffers * operations / 8 + edges).
+    or read by a descendant of i. At the end all outputs are. O(buffers * operations / 8 + edges).
     """
     ops = graph.operations
     sizes = [b.size for b in graph.buffers]
@@ -92,4 +111,4 @@ def any_order_floor(graph: TrainingGraph) -> Floor:
                 bytes_ -= out
         if bytes_ > best.bytes or best.operation < 0:
             best = Floor(bytes_, i)
-    return best
+    return _or_outputs(graph, best)

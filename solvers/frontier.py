@@ -121,13 +121,14 @@ def floor(
                 best, schedule = found, dive.schedule
     step = max(1, (best.peak - graph.resident) // _RESOLUTION)
     # What lies at or below `open_below` was tried without an answer.
-    open_below = proven - 1
+    open_below = first = proven - 1
     while best.peak - step > open_below:
         left = end - time.monotonic()
         if left <= 0:
             break
         target = open_below + max(1, (best.peak - open_below) // 2)
-        if open_below == proven - 1 and target - proven < best.peak // 20:
+        if open_below == first and target - proven < best.peak // 20:
+            # The static floor itself is often reached.
             target = proven
         answer = solve(
             graph,

@@ -141,6 +141,9 @@ def lp_rounding(graph: TrainingGraph, budget: int | None, options: SolveOptions)
     base = Schedule.base(graph)
     peak = simulate(graph, base).peak
 
+    def remaining() -> float:
+        return options.time_limit - (time.monotonic() - started)
+
     def candidates() -> Iterator[Schedule]:
         yield base
         if budget is None or peak <= budget:
@@ -167,11 +170,14 @@ def lp_rounding(graph: TrainingGraph, budget: int | None, options: SolveOptions)
             rooms = [graph.resident + round((1 - a) * (budget - graph.resident)) for a in KEPT]
             while rooms:
                 room = rooms.pop(0)
-                left = options.time_limit - (time.monotonic() - started)
-                if left <= 0:
-                    return
                 if room > low:
+                    if remaining() <= 0:
+                        return
                     model = Checkmate(graph, room, stages, set(again))
+                    # A large model takes seconds to build.
+                    left = remaining()
+                    if left <= 0:
+                        return
                     result = solve_mip(model.model, time_limit=left, relax=True)
                     if result.values is not None:
                         high = min(high, room)

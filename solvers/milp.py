@@ -15,6 +15,7 @@ The MIP shares no formulation with `optimal` and serves to check it.
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -29,11 +30,16 @@ from optckpt.solvers.registry import Progress, SolveOptions
 
 MAX_OPERATIONS = 60
 SWEEPS = 2
+PAIRS = 6
+"""Readers of a buffer up to which each pair of them has a row."""
 TRIES = 4
 """Solutions a few bytes above the budget are followed by another try with less memory."""
 STEP = 1000.0
 ROOM_BITS = 14
 """The budget in a memory row is a number of so many bits at most, before the point."""
+SIZE_BITS = 16
+"""Sizes are rounded down to so many bits behind it: HiGHS was seen to cut off the optimum where a
+memory row had coefficients of 1e-7. Smaller sizes fit more, so bounds stay valid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +79,22 @@ class Checkmate:
     ) -> None:
         self.graph = graph
         room = budget - graph.resident
-        # Solvers allow for absolute errors; with a power of two nothing is rounded.
-        scale = 2.0 ** max(0, room.bit_length() - ROOM_BITS)
-        self.room = room / scale
-        self.size = [b.size / scale for b in graph.buffers]
-        self.workspace = [op.workspace / scale for op in graph.operations]
+        # Solvers allow for absolute errors; numbers are exact where they have few bits.
+        bits = max(0, room.bit_length() - ROOM_BITS)
+        unit = max(0, bits - SIZE_BITS)
+
+        def scaled(bytes_: int) -> float:
+            return float(bytes_ >> unit) / 2.0 ** (bits - unit)
+
+        self.room = room / 2.0**bits
+        self.size = [scaled(b.size) for b in graph.buffers]
+        self.workspace = [scaled(op.workspace) for op in graph.operations]
         self.model = MipModel()
         self.sweeps = sweeps
         self.plain = graph.seconds or 1.0
         self.run: list[dict[int, int]] = []
         self.hold: list[dict[int, int]] = []
+        self.behind: dict[tuple[int, int], list[int]] = {}
         ops = graph.operations
         for sweep in sweeps:
             run = {}
@@ -163,11 +175,31 @@ class Checkmate:
         """FREE[r,i,t]: i runs, nothing behind it in the sweep reads t, the next holds it not."""
         free = self.model.add_column(integer=False)
         self.model.add_row({self.run[r][i]: 1.0, free: -1.0}, lower=0.0)
-        later = [self.run[r].get(k) for k in self.graph.readers[t] if k > i]
-        for column in (self.hold[r + 1].get(t), *later):
+        for column in (self.hold[r + 1].get(t), *self.read_behind(r, i, t)):
             if column is not None:
                 self.model.add_row({column: 1.0, free: 1.0}, upper=1.0)
         return free
+
+    def read_behind(self, r: int, i: int, t: int) -> list[int]:
+        """Columns of which one is 1 if t is read in sweep r behind i, all of them 0 if it may not.
+
+        Of many readers there would be a row for each pair. So each but the last has a column that
+        is no less than R of itself and of those behind it: the same relaxation.
+        """
+        run = self.run[r]
+        readers = [k for k in self.graph.readers[t] if k in run]
+        first = bisect_right(readers, i)
+        if len(readers) <= PAIRS:
+            return [run[k] for k in readers[first:]]
+        if (r, t) not in self.behind:
+            columns = [run[readers[-1]]]
+            for k in reversed(readers[:-1]):
+                column = self.model.add_column(integer=False)
+                for less in (run[k], columns[-1]):
+                    self.model.add_row({column: 1.0, less: -1.0}, lower=0.0)
+                columns.append(column)
+            self.behind[r, t] = columns[::-1]
+        return self.behind[r, t][first : first + 1]
 
     def held(self, values: list[float]) -> list[dict[int, float]]:
         """S as a solution has it: by sweep, and for the end, buffer -> value."""
@@ -226,7 +258,7 @@ def milp(graph: TrainingGraph, budget: int | None, options: SolveOptions) -> Sol
         if simulation.peak <= budget:
             schedule, overhead = checkmate.schedule(result.values), simulation.overhead
             break
-        # The engine's tolerance on whole numbers is worth some bytes.
+        # The engine's tolerance on whole numbers is worth some bytes, and so is rounding.
         room -= max(2 * (simulation.peak - budget), (budget - graph.resident) >> (22 - 2 * k))
     status: Status
     if none_of_class:

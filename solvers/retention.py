@@ -213,7 +213,8 @@ def retention(
         return solution
     covers = f"base order, at most {executions} executions of an operation, one sweep per stage"
     if cert.cost <= options.gap:
-        covers = cert.valid_for
+        # No cost is below zero, which closes the gap and holds in any order.
+        bound, covers = 0.0, cert.valid_for
     elif budget is not None and (left := deadline - time.monotonic()) > 0:
         any_order = loss_cut_bound(
             graph, budget, time_limit=min(left, HEURISTICS_SHARE * options.time_limit)

@@ -10,7 +10,7 @@ from optckpt.frontends import synthetic
 from optckpt.graph import Buffer, Operation, TrainingGraph
 from optckpt.schedule import Schedule
 from optckpt.simulate import simulate
-from optckpt.solvers.floor import Floor, static_floor
+from optckpt.solvers.floor import Floor, any_order_floor, static_floor
 from optckpt.solvers.registry import SolveOptions, solve
 
 common = settings(derandomize=True, deadline=None, max_examples=300)
@@ -118,3 +118,14 @@ def test_floor_counts_repeatable_inputs_but_not_bystanders():
     assert static_floor(graph).bytes == 20
     assert simulate(graph, Schedule.base(graph)).peak == 30
     assert smallest_peak(graph) == 20
+
+
+def test_all_outputs_are_in_memory_at_the_end():
+    operations = tuple(Operation(f"o{i}", "Op", 1.0, (), (i,)) for i in range(3))
+    graph = TrainingGraph(operations, tuple(Buffer(f"b{i}", 1000) for i in range(3)), (0, 1, 2))
+    for floor in (static_floor(graph), any_order_floor(graph)):
+        assert floor == Floor(3000, 3)
+        assert "end of the step" in floor.place(graph)
+    for order in ("fixed", "free"):
+        options = SolveOptions(time_limit=5, order=order)
+        assert solve(graph, 2999, "optimal", options).certificate.status == "infeasible"

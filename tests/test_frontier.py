@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +15,7 @@ from optckpt.frontends import synthetic
 from optckpt.graph import Buffer, Operation, TrainingGraph
 from optckpt.schedule import Schedule, Solution
 from optckpt.simulate import simulate
+from optckpt.solvers import frontier as module
 from optckpt.solvers.brute_force import cheapest
 from optckpt.solvers.floor import any_order_floor, static_floor
 from optckpt.solvers.frontier import floor, frontier, least_memory
@@ -51,6 +54,28 @@ def test_floor_of_a_chain_is_below_every_heuristics_peak() -> None:
     assert static_floor(graph).bytes <= found.bound <= found.peak
     assert found.peak < 0.3 * simulate(graph, Schedule.base(graph)).peak
     assert simulate(graph, found.schedule).peak == found.peak
+
+
+def test_a_floor_just_above_the_static_one_is_found_in_few_solves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Sizes without a common divisor: a step of one byte is never the last.
+    rng = random.Random(0)
+    reads = [rng.sample(range(max(0, i - 6), i), min(i, 2)) for i in range(20)]
+    graph = TrainingGraph(
+        tuple(Operation(f"o{i}", "X", rng.random(), tuple(r), (i,)) for i, r in enumerate(reads)),
+        tuple(Buffer(f"b{i}", rng.randint(1 << 20, 1 << 30)) for i in range(20)),
+    )
+    targets: list[int] = []
+
+    def counted(graph: TrainingGraph, budget: int, *rest: Any) -> Solution:
+        targets.append(budget)
+        return solve(graph, budget, *rest)
+
+    monkeypatch.setattr(module, "solve", counted)
+    found = floor(graph, SolveOptions(time_limit=20))
+    assert found.peak - found.bound <= found.peak // 100
+    assert len(targets) < 30
 
 
 @pytest.mark.parametrize(

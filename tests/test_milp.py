@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -111,6 +112,37 @@ def test_large_sizes_are_no_different(size: int) -> None:
             assert certificate.status == "optimal"
             costs.append(certificate.cost)
         assert costs[0] == pytest.approx(costs[1], abs=3e-6)
+
+
+def test_coefficients_are_nothing_that_engines_take_for_rounding() -> None:
+    graph = chain(5, size=1 << 38)
+    buffers = (replace(graph.buffers[0], size=(1 << 37) + 3), *graph.buffers[1:])
+    graph = replace(graph, buffers=buffers)
+    budget = simulate(graph, Schedule.base(graph)).peak * 3 // 4
+    model = milp.Checkmate(graph, budget, milp.sweeps_by_operation(len(graph.operations), 2)).model
+    sizes = [abs(v) for v in model.value if v]
+    assert min(sizes) >= 2.0**-milp.SIZE_BITS
+    assert max(sizes) < 2.0**milp.ROOM_BITS
+
+
+@pytest.mark.parametrize("readers", [5, 8])
+def test_buffers_with_many_readers(readers: int) -> None:
+    # Operation 0 writes what all others read; each of them writes as much, which only the end
+    # reads, but the third, which cannot be executed again.
+    operations = [Operation("a", "X", 1.0, (), (0,))]
+    for k in range(1, readers + 1):
+        operations.append(Operation(f"r{k}", "X", 1.0 + k, (0,), (k,), repeatable=k != 3))
+    last = readers + 1
+    operations.append(Operation("end", "X", 1.0, (1, 2), (last,), forward=False))
+    buffers = tuple(Buffer(f"b{k}", 100) for k in range(last + 1))
+    graph = TrainingGraph(tuple(operations), buffers, (last, 0, 3))
+    plain = simulate(graph, Schedule.base(graph)).peak
+    for budget in range(static_floor(graph).bytes, plain + 1, 100):
+        ours = solve(graph, budget, "milp", EXACT).certificate
+        truth = cheapest(graph, budget)
+        assert (ours.cost is None) == (truth is None)
+        if truth is not None:
+            assert ours.cost == pytest.approx(truth[0] / graph.seconds, abs=3e-6)
 
 
 def test_refuses_large_graphs() -> None:

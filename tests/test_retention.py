@@ -126,6 +126,19 @@ def test_improves_on_the_heuristics() -> None:
     assert certificate.valid_for == "any order" or "at most 2 executions" in certificate.valid_for
 
 
+def test_what_it_need_not_prove_is_no_bound() -> None:
+    # Within the gap of nothing at all: what CP-SAT has proven is about its class of schedules only.
+    graph = synthetic.residual_chain(3)
+    budget = between(graph, 0.5)
+    cost = solve(graph, budget, "retention", SolveOptions(time_limit=6)).certificate.cost
+    assert cost
+    options = SolveOptions(time_limit=6, gap=1.01 * cost)
+    certificate = solve(graph, budget, "retention", options).certificate
+    assert certificate.status == "optimal"
+    assert certificate.bound == 0.0
+    assert certificate.valid_for.startswith("any order")
+
+
 def test_below_what_it_reaches_a_low_peak() -> None:
     graph = synthetic.chain(12, size=1000)
     certificate, result = judged(graph, 1000, "retention", time_limit=3)
