@@ -17,11 +17,12 @@ from optckpt.solvers import block_dp, chain_bound
 from optckpt.solvers.chain_schedule import chained
 from optckpt.solvers.decode import drop_dead
 from optckpt.solvers.heuristics import chen_greedy, griewank, speed, sqrt_n
+from optckpt.solvers.knapsack import knapsack
 from optckpt.solvers.local_search import Arrays, anneal, to_arrays
 from optckpt.solvers.order_search import OrderArrays, to_order_arrays
 from optckpt.solvers.order_sequence import Heat, anneal_sequence
 from optckpt.solvers.preprocess import Problem, preprocess
-from optckpt.solvers.registry import SolveOptions
+from optckpt.solvers.registry import SolveOptions, Strategy
 from optckpt.solvers.rotor import rotor
 from optckpt.solvers.sequence import cost, profile
 
@@ -31,6 +32,10 @@ FIRST_TRIES = (3000, 10_000, 30_000)
 """Moves of the annealings that look for a first schedule."""
 HEURISTIC_SECONDS = 0.3
 """Time for each heuristic that is tried for an incumbent, per thousand operations."""
+BLOCKS_SHARE = 0.25
+"""Share of the time left for the block program."""
+KNAPSACK_SHARE = 0.15
+"""Share of the time left for the strategy `knapsack`."""
 POLISH = 20_000
 """Moves of the annealings that start from a schedule made by a rule."""
 WORTH = 1e-4
@@ -163,8 +168,9 @@ class Incumbent:
         if self.problem.n <= LARGE:
             self.improve(self.base, FIRST_TRIES[0], hot=3.0)
         self.offer_heuristics()
-        if self.remaining() > 0:
+        if self.remaining() > 0 and self.cost > 0:
             self.offer_blocks()
+        self.offer_knapsack(KNAPSACK_SHARE)
         for iterations in FIRST_TRIES[1:]:
             if not self.found:
                 self.improve(self.base, iterations, hot=3.0)
@@ -181,10 +187,23 @@ class Incumbent:
         seconds = min(seconds, max(0.01, self.remaining() / 4))
         limited = replace(self.options, time_limit=seconds, progress=None)
         for strategy in (sqrt_n, griewank, rotor, chen_greedy, speed):
-            with contextlib.suppress(OptckptError):
-                solution = strategy(self.graph, self.budget + self.graph.resident, limited)
-                if solution.schedule is not None and solution.certificate.status == "feasible":
-                    self.offer_schedule(solution.schedule)
+            self._offer_strategy(strategy, limited)
+
+    def offer_knapsack(self, share: float) -> None:
+        """Offer what `knapsack` finds in this share of the time, on thousands of operations.
+
+        There it is better than annealing, but takes seconds.
+        """
+        if self.problem.n <= LARGE or self.remaining() <= 0 or self.cost <= 0:
+            return
+        seconds = max(0.01, share * self.remaining())
+        self._offer_strategy(knapsack, replace(self.options, time_limit=seconds, progress=None))
+
+    def _offer_strategy(self, strategy: Strategy, options: SolveOptions) -> None:
+        with contextlib.suppress(OptckptError):
+            solution = strategy(self.graph, self.budget + self.graph.resident, options)
+            if solution.schedule is not None and solution.certificate.status == "feasible":
+                self.offer_schedule(solution.schedule)
 
     def offer_blocks(self) -> None:
         """Offer what the block program finds, if the problem is a chain of blocks."""
@@ -195,10 +214,12 @@ class Incumbent:
         )
         if forward_end is None:
             return
-        program = block_dp.block_program(self.problem, forward_end, lambda: self.remaining() <= 0)
-        if program is None or self.remaining() <= 0:
+        # Where no two blocks are alike, it goes through each, which takes seconds.
+        left = (1 - BLOCKS_SHARE) * self.remaining()
+        program = block_dp.block_program(self.problem, forward_end, lambda: self.remaining() < left)
+        if program is None or self.remaining() < left:
             return
-        sequences = program.sequences(self.budget, lambda: self.remaining() <= 0)
+        sequences = program.sequences(self.budget, lambda: self.remaining() < left)
         for sequence in sequences:
             self.offer(sequence)
         for sequence in sequences:
@@ -317,4 +338,5 @@ def known_schedule(graph: TrainingGraph, budget: int, options: SolveOptions) -> 
         chain = chained(problem, room, lambda: known.remaining() > 0)
         if chain is not None and chain.sequence is not None:
             known.offer(chain.sequence)
+    known.offer_knapsack(1.0)
     return known.schedule()

@@ -123,9 +123,11 @@ def _evaluate(  # type: ignore[no-untyped-def]
                 wanted[t] = True
                 live += size[t]
                 during += size[t]
-                for j in range(take_start[o], take_start[o + 1]):
-                    if takes[j] == t:
-                        gift = size[t]
+                # All that may be taken over are equally large.
+                if not gift:
+                    for j in range(take_start[o], take_start[o + 1]):
+                        if takes[j] == t:
+                            gift = size[t]
         during -= gift
         use[step] = during
         if during > budget:

@@ -232,7 +232,7 @@ class _Search(SearchState):
                     self.incumbent.offer(chain.sequence)
                     if not self.closed() and chain.bound > CHAIN_LIKE * self.incumbent.cost:
                         self.incumbent.improve(chain.sequence, self.effort, hot=0.3)
-            if run is None:
+            if run is None or self.closed():
                 return True
             result = run.result()
         finally:

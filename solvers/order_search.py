@@ -125,11 +125,13 @@ def _window(  # type: ignore[no-untyped-def]
                     fixed_live += size[t]
             if again or dies:
                 need += size[t]
-                for j in range(take_start[o], take_start[o + 1]):
-                    if takes[j] == t:
-                        fixed_gift = size[t]
-                        if dies:
-                            gift = size[t]
+                # All that may be taken over are equally large.
+                if not fixed_gift or (dies and not gift):
+                    for j in range(take_start[o], take_start[o + 1]):
+                        if takes[j] == t:
+                            fixed_gift = size[t]
+                            if dies:
+                                gift = size[t]
         use[p] = during - gift
         static[p] = need - fixed_gift
     return count

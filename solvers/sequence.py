@@ -35,7 +35,8 @@ def profile(problem: Problem, sequence: Sequence[int]) -> list[int]:
                 wanted[t] = True
                 live += size[t]
                 during += size[t]
-                if taken and t in taken:
+                # All that may be taken over are equally large.
+                if taken and not gift and t in taken:
                     gift = size[t]
         use[step] = during - gift
     return use

@@ -7,15 +7,17 @@ import time
 import pytest
 
 from optckpt.frontends.synthetic import chain, resnet
-from optckpt.graph import TrainingGraph
+from optckpt.graph import Buffer, Operation, TrainingGraph
 from optckpt.schedule import Schedule
 from optckpt.simulate import simulate
 from optckpt.solvers import incumbent as module
 from optckpt.solvers.floor import static_floor
 from optckpt.solvers.heuristics import griewank, sqrt_n
 from optckpt.solvers.incumbent import Incumbent, known_schedule
+from optckpt.solvers.local_search import anneal, to_arrays
 from optckpt.solvers.preprocess import preprocess
-from optckpt.solvers.registry import SolveOptions
+from optckpt.solvers.registry import SolveOptions, solve
+from optckpt.solvers.sequence import profile
 
 
 def incumbent(graph: TrainingGraph, share: float, reports: list[float]) -> Incumbent:
@@ -113,3 +115,34 @@ def test_what_is_known_without_search() -> None:
     assert result.peak <= budget
     assert result.overhead <= simulate(graph, binomial.schedule).overhead
     assert known_schedule(graph, static_floor(graph).bytes - 1, SolveOptions()) is None
+
+
+def test_thousands_of_operations_are_packed_in_a_knapsack(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = incumbent(resnet(2, 6), 0.5, [])
+    small.offer_knapsack(0.5)
+    assert not small.found
+    monkeypatch.setattr(module, "LARGE", 10)
+    large = incumbent(resnet(2, 6), 0.5, [])
+    large.offer_knapsack(0.5)
+    schedule = large.schedule()
+    assert schedule is not None
+    assert simulate(large.graph, schedule).peak <= large.budget + large.graph.resident
+    alone = solve(large.graph, large.budget + large.graph.resident, "knapsack").certificate
+    assert alone.cost is not None
+    assert large.cost <= alone.cost + 1e-9
+
+
+def test_of_thousands_of_inputs_one_is_taken_over() -> None:
+    # Two thousand branches are summed up in place.
+    branches = 2000
+    operations = [Operation("in", "X", 1.0, (), (0,))]
+    operations += [Operation(f"b{k}", "X", 1.0, (0,), (k,)) for k in range(1, branches + 1)]
+    inputs = tuple(range(1, branches + 1))
+    operations.append(Operation("sum", "AddN", 1.0, inputs, (branches + 1,), inplace=inputs))
+    buffers = tuple(Buffer(f"t{k}", 100) for k in range(branches + 2))
+    graph = TrainingGraph(tuple(operations), buffers, (branches + 1,))
+    found = incumbent(graph, 0.5, [])
+    problem = found.problem
+    assert profile(problem, found.base)[-1] == 100 * branches
+    evaluated = anneal(to_arrays(problem), found.base, found.budget, iterations=300)
+    assert evaluated.last == found.base
