@@ -101,7 +101,9 @@ def from_node_link(data: Mapping[str, Any]) -> TrainingGraph:
     for node, attributes in _nodes(data):
         if node in dag:
             raise GraphError(f"node {_show(node)} is listed twice")
-        dag.add_node(node, **attributes)
+        dag.add_node(node)
+        # Not as keywords, some of which (`node_for_adding`) are networkx' own.
+        dag.nodes[node].update(attributes)
     for source, target in _edges(data):
         for node in (source, target):
             if node not in dag:

@@ -111,6 +111,15 @@ def test_what_networkx_writes():
     assert graph.operations[1].reads == (0,)
 
 
+@pytest.mark.parametrize("key", ["node_for_adding", "self", "attr", "u_of_edge", "v_of_edge", ""])
+def test_attributes_may_have_any_name(key):
+    """Also that of a parameter of networkx' functions."""
+    data = changed(CHECKMATE, lambda d: d["nodes"][1].update({key: 3}))
+    for edge in data["links"]:
+        edge[key] = 3
+    assert nodelink.from_node_link(data) == nodelink.from_node_link(CHECKMATE)
+
+
 def reversed_nodes(data):
     data["nodes"].reverse()
 
