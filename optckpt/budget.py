@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Real
@@ -90,6 +90,78 @@ class Budget:
         )
 
 
+def whole_bytes(value: Any) -> int | None:
+    """A budget where only bytes are taken, not shares or units; None: no limit.
+
+    It may be smaller than any `Budget`, as in a search for the smallest one that can be met.
+
+    Raises:
+        BudgetError: if it is neither None nor a whole number; names the value.
+    """
+    if value is None:
+        return None
+    if _is_whole(value):
+        return index(value)
+    if _is_real(value) and abs(value) > 1 and value % 1 == 0:
+        return int(value)
+    raise BudgetError(
+        f"a budget must be a whole number of bytes here, got {reprlib.repr(value)}: "
+        "Budget.parse(...).resolve(plain_peak) makes bytes of sizes and shares"
+    )
+
+
+def points_of(points: Any) -> int | list[int]:
+    """The budgets of a frontier in bytes, or how many are asked for.
+
+    Raises:
+        BudgetError: if fewer than two are asked for, or `points` is neither; names the value.
+    """
+    if _is_whole(points):
+        count = index(points)
+        if count < 2:
+            raise BudgetError(f"a frontier needs at least 2 points, not {count}")
+        return count
+    if isinstance(points, str | bytes) or not isinstance(points, Iterable):
+        raise BudgetError(
+            "a frontier takes the number of its points, or a list of budgets in bytes, "
+            f"got {reprlib.repr(points)}"
+        )
+    budgets = [whole_bytes(budget) for budget in points]
+    limits = [budget for budget in budgets if budget is not None]
+    if len(limits) < len(budgets):
+        raise BudgetError("a point of a frontier needs a budget in bytes, got None")
+    return limits
+
+
+def check_overhead(max_overhead: Any) -> None:
+    """Raise BudgetError if `max_overhead` is no share of time."""
+    if not _is_number(max_overhead):
+        raise BudgetError(
+            "max_overhead is a share of the plain step's time, such as 0.1, not "
+            f"{reprlib.repr(max_overhead)}"
+        )
+    if not max_overhead >= 0:
+        raise BudgetError(f"max_overhead must be a number of at least 0, not {max_overhead!r}")
+
+
+def check_price(budget: Any, max_overhead: Any) -> None:
+    """Raise BudgetError if `max_overhead` is no share of time, or there is a budget as well."""
+    if max_overhead is None:
+        return
+    if budget is not None:
+        raise BudgetError("give either a budget or max_overhead, not both")
+    check_overhead(max_overhead)
+
+
+def check_margin(margin: Any) -> None:
+    """Raise BudgetError if `margin` is no share of a budget that may be held back."""
+    if not _is_number(margin) or not 0 <= margin < 1:
+        raise BudgetError(
+            "margin is a share of the budget, from 0 to less than 1, such as 0.03, not "
+            f"{reprlib.repr(margin)}"
+        )
+
+
 def _is_whole(value: Any) -> bool:
     """Whether it is an integer of Python, numpy or the like, but no truth value and no array."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
@@ -103,7 +175,11 @@ def _is_whole(value: Any) -> bool:
 
 def _is_real(value: Any) -> bool:
     """Whether it is a number with a fraction, of Python, numpy or the like."""
-    return isinstance(value, Real) and not _is_whole(value) and not isinstance(value, bool)
+    return _is_number(value) and not _is_whole(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)

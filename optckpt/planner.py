@@ -7,18 +7,17 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from numbers import Real
-from typing import Literal
+from typing import Literal, get_args
 
 from optckpt.allocator import Reporter
-from optckpt.budget import AnyBudget, Budget, format_bytes
-from optckpt.errors import BudgetError, InfeasibleBudgetError, OverBudgetError
+from optckpt.budget import Budget, check_margin, check_price, format_bytes
+from optckpt.errors import BudgetError, InfeasibleBudgetError, OptckptError, OverBudgetError
 from optckpt.graph import TrainingGraph
 from optckpt.schedule import Certificate, Plan, Schedule, Solution
 from optckpt.simulate import simulate
 from optckpt.solvers.floor import Floor, proven_floor
 from optckpt.solvers.frontier import least_memory
-from optckpt.solvers.registry import Order, SolveOptions, Strategy, solve
+from optckpt.solvers.registry import Order, SolveOptions, Strategy, find, solve
 
 logger = logging.getLogger(__name__)
 
@@ -69,9 +68,14 @@ def make_plan(
     Raises:
         InfeasibleBudgetError: if it is proven that no schedule fits.
         BudgetError: if the solver stopped before it found a schedule; if both a budget and
-            `max_overhead` are given, or the latter is negative.
+            `max_overhead` are given; if one of these or `margin` is not what it should be.
+        OptckptError: if the strategy is unknown, or `repeat` is none of the three.
     """
     check_price(budget, max_overhead)
+    check_margin(margin)
+    find(strategy)
+    if repeat not in get_args(Repeat):
+        raise OptckptError(f"repeat must be 'auto', 'forward' or 'all', got {repeat!r}")
     plain = judge(graph, Schedule.base(graph), allocator)
     peak = plain.reported if plain_graph is None else plain_peak(plain_graph, allocator)
     limit = None if budget is None else Budget.parse(budget).resolve(peak)
@@ -146,20 +150,6 @@ def which_schedules(graph: TrainingGraph, repeat: Repeat) -> str:
     if repeat == "forward":
         return "every schedule that repeats forward operations alone needs"
     return "even if backward operations are repeated, every schedule needs"
-
-
-def check_price(budget: AnyBudget | None, max_overhead: float | None) -> None:
-    """Raise BudgetError if `max_overhead` is no share of time, or there is a budget as well."""
-    if max_overhead is None:
-        return
-    if budget is not None:
-        raise BudgetError("give either a budget or max_overhead, not both")
-    if isinstance(max_overhead, bool) or not isinstance(max_overhead, Real):
-        raise BudgetError(
-            f"max_overhead is a share of the plain step's time, such as 0.1, not {max_overhead!r}"
-        )
-    if not max_overhead >= 0:
-        raise BudgetError(f"max_overhead must be a number of at least 0, not {max_overhead!r}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,11 @@ from typing import Any, Literal
 import tensorflow as tf
 
 from optckpt.arguments import shown
-from optckpt.budget import AnyBudget, Budget, DeviceBudgets, parse_budget
+from optckpt.budget import AnyBudget, Budget, DeviceBudgets, check_price, parse_budget
 from optckpt.config import Calibrate, Config, find_config
 from optckpt.errors import OptckptError, PlanError
-from optckpt.planner import check_price
 from optckpt.schedule import Plan
-from optckpt.solvers import registry
-from optckpt.solvers.registry import Strategy
+from optckpt.solvers.registry import Strategy, find
 
 Checkpoints = Literal["memory", "speed", "collection"] | Sequence[Any]
 
@@ -55,9 +53,9 @@ class Request:
         settings = find_config(config)
         if checkpoints is None and strategy is None:
             checkpoints = settings.checkpoints
-        chosen = _checkpoint_strategy(checkpoints) or _known(
-            settings.strategy if strategy is None else strategy
-        )
+        default = settings.strategy if strategy is None else strategy
+        chosen = _checkpoint_strategy(checkpoints) or default
+        find(chosen)
         if on_plan is not None and not callable(on_plan):
             raise OptckptError(
                 f"on_plan= takes a function to be called with the plan, got {shown(on_plan)}"
@@ -124,15 +122,3 @@ def _checkpoint_strategy(checkpoints: Checkpoints | None) -> str | None:
             f"{type(checkpoints).__name__}"
         )
     return "explicit"
-
-
-def _known(strategy: str | Strategy) -> str | Strategy:
-    """The strategy, if there is one of this name or it can be called."""
-    if isinstance(strategy, str):
-        registry.get(strategy)
-    elif not callable(strategy):
-        raise OptckptError(
-            f"strategy= takes a name ({', '.join(registry.names())}) or a function, got "
-            f"{type(strategy).__name__}"
-        )
-    return strategy

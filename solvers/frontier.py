@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from optckpt.budget import check_overhead, points_of
 from optckpt.errors import BudgetError, OptckptError
 from optckpt.graph import TrainingGraph
 from optckpt.schedule import Schedule
@@ -171,8 +172,8 @@ def frontier(
     Budgets that no schedule was found for are left out; after Ctrl-C, those not reached yet.
 
     Raises:
-        BudgetError: if there is none that a schedule was found for, or fewer than two points
-            are asked for.
+        BudgetError: if there is none that a schedule was found for, fewer than two points
+            are asked for, or `points` is neither a number nor a list of whole numbers.
     """
     options = options or SolveOptions()
     end = time.monotonic() + options.time_limit
@@ -180,9 +181,8 @@ def frontier(
     plain = simulate(graph, base)
     bracket: FloorBracket | None = None
     known: list[tuple[Simulation, Schedule]] = [(plain, base)]
+    points = points_of(points)
     if isinstance(points, int):
-        if points < 2:
-            raise BudgetError(f"a frontier needs at least 2 points, not {points}")
         bracket = floor(
             graph, replace(options, time_limit=options.time_limit / 4), strategy=strategy
         )
@@ -190,7 +190,7 @@ def frontier(
         budgets = [low + (plain.peak - low) * k // (points - 1) for k in range(points)]
         known.append((simulate(graph, bracket.schedule), bracket.schedule))
     else:
-        budgets = list(points)
+        budgets = points
     budgets = sorted(set(budgets))
     bounds: list[tuple[float, str]] = []
     for k, budget in enumerate(budgets):
@@ -244,8 +244,7 @@ def least_memory(
     Raises:
         BudgetError: if `max_overhead` is negative or no number.
     """
-    if not max_overhead >= 0:
-        raise BudgetError(f"max_overhead must be a number of at least 0, not {max_overhead!r}")
+    check_overhead(max_overhead)
     options = options or SolveOptions()
     end = time.monotonic() + options.time_limit
     base = Schedule.base(graph)

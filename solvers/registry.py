@@ -7,12 +7,14 @@ A strategy is a function of graph, budget (peak bytes, resident included; None: 
 from __future__ import annotations
 
 import math
+import reprlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any, Literal, Protocol, get_args
 
+from optckpt.budget import whole_bytes
 from optckpt.errors import OptckptError, ScheduleError
 from optckpt.graph import TrainingGraph
 from optckpt.registry import Registry
@@ -44,7 +46,7 @@ class SolveOptions:
     """What a strategy may be told. Heuristics ignore what does not concern them.
 
     Raises:
-        OptckptError: on construction, if a number is none or out of range; names the option.
+        OptckptError: on construction, if an option is not of its kind or out of range; names it.
     """
 
     time_limit: float = 30.0
@@ -71,6 +73,20 @@ class SolveOptions:
                 raise OptckptError(f"{name} must be {what}, got {value!r}")
         if self.order not in get_args(Order):
             raise OptckptError(f"order must be 'fixed' or 'free', got {self.order!r}")
+        kept = self.checkpoints
+        if kept is not None and not (isinstance(kept, Collection) and all(map(_is_index, kept))):
+            raise OptckptError(
+                "checkpoints must be the indices of the buffers to keep, such as (3, 7), got "
+                f"{reprlib.repr(kept)}"
+            )
+        if self.progress is not None and not callable(self.progress):
+            raise OptckptError(f"progress must be a function, got {reprlib.repr(self.progress)}")
+        if self.start is not None and not isinstance(self.start, Schedule):
+            raise OptckptError(f"start must be a Schedule, got {reprlib.repr(self.start)}")
+
+
+def _is_index(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 _NUMBERS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
@@ -148,6 +164,22 @@ def get(name: str) -> Strategy:
     return _strategies.get(name)
 
 
+def find(strategy: str | Strategy) -> Strategy:
+    """The strategy of this name, or `strategy` itself if it is a function.
+
+    Raises:
+        OptckptError: if there is none of this name, or it is neither.
+    """
+    if isinstance(strategy, str):
+        return get(strategy)
+    if not callable(strategy):
+        raise OptckptError(
+            f"strategy= takes a name ({', '.join(names())}) or a function, got "
+            f"{type(strategy).__name__}"
+        )
+    return strategy
+
+
 def solve(
     graph: TrainingGraph,
     budget: int | None,
@@ -160,9 +192,13 @@ def solve(
 
     Raises:
         ScheduleError: if the strategy returned a schedule that cannot be executed.
+        BudgetError: if `budget` is neither None nor a whole number of bytes.
         OptckptError: if the strategy is unknown, or claims what the simulation contradicts.
     """
-    run = get(strategy) if isinstance(strategy, str) else _checked(strategy)
+    budget = whole_bytes(budget)
+    run = find(strategy)
+    if not isinstance(strategy, str):
+        run = _checked(run)
     solution = _within_repeat_limits(graph, budget, run, options or SolveOptions())
     cert = solution.certificate
     if solution.schedule is None:

@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -159,10 +160,40 @@ def test_other_orders_are_looked_for_below_the_floor_of_the_base_order() -> None
     assert least_memory(graph, 0.5, free).peak == 12
 
 
-@pytest.mark.parametrize("wrong", [-0.1, float("nan")])
-def test_least_memory_refuses_what_is_no_share(wrong: float) -> None:
-    with pytest.raises(BudgetError, match="max_overhead must be a number of at least 0"):
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (-0.1, "must be a number of at least 0"),
+        (float("nan"), "must be a number of at least 0"),
+        *((value, "is a share of the plain step's time") for value in ("0.1", None, True, [0.1])),
+    ],
+)
+def test_least_memory_refuses_what_is_no_share(wrong: Any, words: str) -> None:
+    with pytest.raises(BudgetError, match=f"max_overhead {words}"):
         least_memory(synthetic.chain(4), wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        *((value, "number of its points, or a list of budgets") for value in ("50%", 2.5, None)),
+        (True, "number of its points, or a list of budgets"),
+        *((value, "at least 2 points") for value in (1, 0, -3)),
+        *(([9000, value], "whole number of bytes here, got") for value in ("50%", 0.5, True)),
+        ([9000, None], "needs a budget in bytes, got None"),
+    ],
+)
+def test_frontier_refuses_what_are_no_points(wrong: Any, words: str) -> None:
+    with pytest.raises(BudgetError, match=words):
+        frontier(synthetic.chain(4), wrong)
+
+
+def test_points_of_numpy() -> None:
+    graph = synthetic.chain(4)
+    peak = simulate(graph, Schedule.base(graph)).peak
+    assert len(frontier(graph, np.int64(2), OPTIONS, strategy="sqrt_n").points) >= 1
+    points = frontier(graph, np.array([peak, 2 * peak]), OPTIONS, strategy="store_all").points
+    assert [p.budget for p in points] == [peak, 2 * peak]
 
 
 class Pressed:

@@ -103,6 +103,25 @@ def test_mistakes():
         make_plan(GRAPH, None, "magic")
 
 
+@pytest.mark.parametrize("margin", [-0.1, 1.0, 2, 10**400, float("nan"), "x", True, None])
+def test_a_margin_is_a_share_of_the_budget(margin):
+    with pytest.raises(BudgetError, match="margin is a share of the budget, from 0 to less than 1"):
+        make_plan(GRAPH, "80%", "sqrt_n", margin=margin)
+
+
+@pytest.mark.parametrize("repeat", ["none", None, 1, True])
+def test_what_may_be_repeated_is_one_of_three(repeat):
+    with pytest.raises(OptckptError, match="repeat must be 'auto', 'forward' or 'all', got"):
+        make_plan(GRAPH, "80%", "sqrt_n", repeat=repeat)
+
+
+@pytest.mark.parametrize("strategy", [5, None])
+def test_a_strategy_is_a_name_or_a_function(strategy):
+    for arguments in ({"budget": "80%"}, {"budget": None, "max_overhead": 0.1}):
+        with pytest.raises(OptckptError, match="strategy= takes a name"):
+            make_plan(GRAPH, strategy=strategy, **arguments)
+
+
 def test_options_are_handed_on():
     plan = make_plan(GRAPH, None, "explicit", SolveOptions(checkpoints=(7,)))
     assert plan.overhead > 0

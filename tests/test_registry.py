@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optckpt.errors import OptckptError, ScheduleError
+from optckpt.errors import BudgetError, OptckptError, ScheduleError
 from optckpt.frontends import synthetic
 from optckpt.graph import Buffer, Operation, TrainingGraph
 from optckpt.registry import Registry
@@ -96,6 +96,46 @@ def test_options_out_of_range_are_named(name, values):
     for value in values:
         with pytest.raises(OptckptError, match=f"^{name} must be a .*, got "):
             SolveOptions(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("checkpoints", [3, ("a",), (1.0,), (True,), iter((1,))]),
+        ("progress", [7, "loud"]),
+        ("start", [(0, 1), 3]),
+    ],
+)
+def test_options_of_another_kind_are_named(name, values):
+    for value in values:
+        with pytest.raises(OptckptError, match=f"^{name} must be .*, got "):
+            SolveOptions(**{name: value})
+
+
+def test_checkpoints_in_any_collection():
+    for kept in ((1, 2), [1, 2], {1, 2}, np.array([1, 2]), ()):
+        assert SolveOptions(checkpoints=kept).checkpoints is kept
+
+
+@pytest.mark.parametrize("budget", ["50%", float("nan"), float("inf"), 0.5, 3500.7, True, [5]])
+def test_a_budget_here_is_in_bytes(budget):
+    with pytest.raises(BudgetError, match=r"must be a whole number of bytes here, got .*resolve"):
+        solve(GRAPH, budget, strategy(PLAIN))
+
+
+@pytest.mark.parametrize("budget", [PEAK, float(PEAK), np.int64(PEAK), np.float64(PEAK), 10**30])
+def test_whole_numbers_of_any_kind_are_budgets(budget):
+    def check(graph, budget, options):
+        assert type(budget) is int
+        return strategy(PLAIN)(graph, budget, options)
+
+    assert solve(GRAPH, budget, check).schedule == PLAIN
+
+
+@pytest.mark.parametrize("wrong", [5, None, ["optimal"]])
+def test_a_strategy_is_a_name_or_a_function(wrong):
+    with pytest.raises(OptckptError, match=r"strategy= takes a name \(optimal, .*\) or a function"):
+        solve(GRAPH, PEAK, wrong)
 
 
 def test_numbers_of_numpy_are_numbers():
