@@ -1,8 +1,9 @@
 """The command line: `optckpt solve`, `optckpt compare` and `optckpt cache`.
 
 Exit codes: 0 done; 2 a mistake of the user's, or a budget that no schedule was found for (one
-line on stderr says which); 130 interrupted, with the best result so far printed. With --json, one
-object is printed in any case: the result, or {"error": the line, "kind": its class}.
+line on stderr says which); 130 interrupted, with the best result so far printed if there is one.
+With --json, one object is printed in any case: the result, or {"error": the line, "kind": its
+class}.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -326,6 +328,7 @@ def _solve(
 
         show(f"{strategy}: solving {len(graph.operations)} operations")
         options = replace(options, progress=on_progress)
+        begin = time.perf_counter()
         try:
             with interruption() as was_interrupted:
                 solution = registry.solve(allowed, limit, strategy, options)
@@ -340,7 +343,7 @@ def _solve(
                 status="stopped" if found is None else "optimal",
                 cost=None if found is None else 0.0,
                 bound=reached.bound if found is None else 0.0,
-                seconds=reached.seconds,
+                seconds=time.perf_counter() - begin,
             )
     cert = covering(cert, allowed, graph)
     judged = None if found is None else simulate(graph, found)
@@ -382,6 +385,8 @@ def _failure(graph: TrainingGraph, result: dict[str, Any], code: int, repeats: R
     """Why `solve` did not end well, in one sentence."""
     limit, status = result["budget"], result["status"]
     if code == INTERRUPTED:
+        if result["executions"] is None:
+            return "interrupted; no schedule was found yet"
         return "interrupted; the best result so far is printed"
     asked = f"{format_bytes(limit)} ({limit} bytes)"
     if status == "over-budget":
