@@ -159,7 +159,7 @@ def solve(
 ) -> None:
     """Find the cheapest schedule of a graph within a budget."""
     with mistakes(as_json) as answer:
-        registry.get(strategy)
+        _check_strategy(strategy)
         seconds = _seconds(time_limit)
         limits = registry.SolveOptions(order=cast(registry.Order, order))
         if repeat not in get_args(Repeats):
@@ -182,7 +182,7 @@ def solve(
             else:
                 output().print(table.solve_table(result, problem))
         if code:
-            complain(_failure(problem, result, code, repeats))
+            complain(_failure(problem, result, code, repeats, parsed))
             raise typer.Exit(code)
 
 
@@ -262,8 +262,18 @@ def _names(text: str) -> list[str]:
     if not names:
         raise OptckptError("--strategies names no strategy; give one or more, joined by commas")
     for name in names:
-        registry.get(name)
+        _check_strategy(name)
     return names
+
+
+def _check_strategy(name: str) -> None:
+    """Refuse a strategy that is unknown, or that nobody can use from here."""
+    registry.get(name)
+    if name == "explicit":
+        raise OptckptError(
+            "strategy 'explicit' is for Python, where SolveOptions(checkpoints=...) names the "
+            "buffers to keep: use another strategy on the command line"
+        )
 
 
 @contextmanager
@@ -381,7 +391,9 @@ def _solve(
     return INTERRUPTED if interrupted else DONE if fits else MISTAKE, result, plan
 
 
-def _failure(graph: TrainingGraph, result: dict[str, Any], code: int, repeats: Repeats) -> str:
+def _failure(
+    graph: TrainingGraph, result: dict[str, Any], code: int, repeats: Repeats, budget: Budget
+) -> str:
     """Why `solve` did not end well, in one sentence."""
     limit, status = result["budget"], result["status"]
     if code == INTERRUPTED:
@@ -403,7 +415,7 @@ def _failure(graph: TrainingGraph, result: dict[str, Any], code: int, repeats: R
     )
     if status == "infeasible":
         share = f', or write "{limit}%" if a share of the plain step\'s peak is meant'
-        hint = share if limit <= 100 else ""
+        hint = share if limit <= 100 and budget.fraction is None else ""
         return f"no schedule fits the budget of {asked}: {low}; raise the budget{hint}"
     return (
         f"no schedule within {asked} was found in {result['seconds']:.1f} s, and none was ruled "

@@ -78,7 +78,8 @@ def make_plan(
         raise OptckptError(f"repeat must be 'auto', 'forward' or 'all', got {repeat!r}")
     plain = judge(graph, Schedule.base(graph), allocator)
     peak = plain.reported if plain_graph is None else plain_peak(plain_graph, allocator)
-    limit = None if budget is None else Budget.parse(budget).resolve(peak)
+    parsed = None if budget is None else Budget.parse(budget)
+    limit = None if parsed is None else parsed.resolve(peak)
     options = options or SolveOptions()
     started = time.perf_counter()
     allowed = None if limit is None else limit if limit == peak else limit - int(margin * limit)
@@ -87,8 +88,11 @@ def make_plan(
     cert = covering(found.solution.certificate, found.graph, graph)
     cert = replace(cert, seconds=time.perf_counter() - started)
     if found.solution.schedule is None:
+        assert parsed is not None
         assert limit is not None
-        raise _failure(graph, limit, options.order, repeat, cert)
+        # Perhaps a share was meant where so few bytes are asked for.
+        few = limit <= 100 and parsed.fraction is None
+        raise _failure(graph, limit, options.order, repeat, cert, few)
     judged = judge(graph, found.solution.schedule, allocator)
     return Plan(
         fingerprint=graph.fingerprint,
@@ -106,7 +110,12 @@ def make_plan(
 
 
 def _failure(
-    graph: TrainingGraph, limit: int, order: Order, repeat: Repeat, certificate: Certificate
+    graph: TrainingGraph,
+    limit: int,
+    order: Order,
+    repeat: Repeat,
+    certificate: Certificate,
+    few: bool,
 ) -> BudgetError:
     """What to raise where there is no schedule within `limit` bytes."""
     allowed = widest(graph, repeat)
@@ -124,7 +133,7 @@ def _failure(
             "time limit"
         )
     advice = ["raise the budget", "reduce the batch size"]
-    if limit <= 100:
+    if few:
         advice.insert(0, f'write "{limit}%" if a share of the plain step\'s peak is meant')
     lowest = proven_floor(graph, order).bytes
     if allowed is not graph and lowest <= limit:

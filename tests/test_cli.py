@@ -167,6 +167,10 @@ def test_infeasible_budget(graph):
     for key in ("peak", "overhead", "gap", "executions"):
         assert answer[key] is None
     assert '"60%"' in run("solve", graph, "--budget", "60").stderr
+    # Whoever writes a percentage means one, however few bytes it is.
+    share = run("solve", graph, "--budget", "0.00001%")
+    refused(share, "; raise the budget\n")
+    assert "%" not in share.stderr
     assert "%" not in result.stderr
 
 
@@ -206,6 +210,9 @@ def test_heuristic_that_does_not_fit(graph):
         (["compare", "gone.yaml"], "cannot read the configuration gone.yaml"),
         (["compare", "bad.yaml"], "bad.yaml:2: solver.time_limt: unknown key; did you mean"),
         (["compare", "good.yaml", "--strategies", "optimal,best"], "unknown strategy 'best'"),
+        *(([*start, "explicit"], "strategy 'explicit' is for Python, where SolveOptions(checkp")
+          for start in (["solve", "{graph}", "--budget", "60%", "--strategy"],
+                        ["compare", "good.yaml", "--strategies"])),
         (["compare", "good.yaml", "--strategies", ","], "--strategies names no strategy"),
         (["compare", "good.yaml", "--budget", "lots"], "cannot read the budget 'lots'"),
     ],

@@ -85,6 +85,16 @@ def test_below_the_floor_the_operation_is_named():
     assert "proven by the solver" not in message
 
 
+def test_few_bytes_may_be_meant_as_a_share():
+    for budget in (60, "60", "60 B"):
+        with pytest.raises(InfeasibleBudgetError, match='write "60%" if a share'):
+            make_plan(GRAPH, budget, "optimal")
+    for share in (1e-6, "0.0001%", Budget(fraction=1e-6)):
+        with pytest.raises(InfeasibleBudgetError) as error:
+            make_plan(GRAPH, share, "optimal")
+        assert "%" not in str(error.value)
+
+
 def test_infeasible_above_the_static_floor():
     with pytest.raises(InfeasibleBudgetError, match=r"proven by the solver in \d"):
         make_plan(GRAPH, FLOOR.bytes, without_schedule("infeasible"))
