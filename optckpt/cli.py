@@ -39,7 +39,7 @@ from optckpt.cli_answers import (
 from optckpt.errors import OptckptError
 from optckpt.graph import TrainingGraph, write_text
 from optckpt.interruption import interruption
-from optckpt.planner import covering, which_schedules, widest
+from optckpt.planner import advice_when_stopped, covering, which_schedules, widest
 from optckpt.report import files, progress, table
 from optckpt.schedule import Certificate, Plan, Repeats, Schedule
 from optckpt.simulate import simulate
@@ -171,7 +171,7 @@ def solve(
             _check_target(schedule, graph)
         problem = _load_graph(graph)
         repeats = cast(Repeats, repeat)
-        code, result, plan = _solve(problem, parsed, strategy, limits, repeats)
+        code, result, plan, barred = _solve(problem, parsed, strategy, limits, repeats)
         try:
             # First, because a reader of the output may be gone.
             if schedule is not None and plan is not None:
@@ -182,7 +182,7 @@ def solve(
             else:
                 output().print(table.solve_table(result, problem))
         if code:
-            complain(_failure(problem, result, code, repeats, parsed))
+            complain(_failure(problem, result, code, repeats, parsed, barred))
             raise typer.Exit(code)
 
 
@@ -320,14 +320,15 @@ def _solve(
     strategy: str,
     options: registry.SolveOptions,
     repeats: Repeats,
-) -> tuple[int, dict[str, Any], Plan | None]:
-    """Exit code, the object to print, and the plan if there is a schedule."""
+) -> tuple[int, dict[str, Any], Plan | None, tuple[int, ...]]:
+    """Exit code, the object to print, the plan if there is a schedule, and `Solution.barred`."""
     allowed = widest(graph, repeats)
     base = Schedule.base(graph)
     plain = simulate(graph, base).peak
     limit = budget.resolve(plain)
     reached = registry.Progress(0.0, None, 0.0)
     interrupted = False
+    barred: tuple[int, ...] = ()
 
     with progress.status_line(Console(stderr=True)) as show:
 
@@ -343,7 +344,7 @@ def _solve(
             with interruption() as was_interrupted:
                 solution = registry.solve(allowed, limit, strategy, options)
             interrupted = was_interrupted()
-            cert, found = solution.certificate, solution.schedule
+            cert, found, barred = solution.certificate, solution.schedule, solution.barred
         except KeyboardInterrupt:
             # The strategy had nothing to hand over. The plain step is a schedule if it fits.
             interrupted = True
@@ -388,11 +389,16 @@ def _solve(
             certificate=cert,
         )
     fits = judged is not None and judged.peak <= limit
-    return INTERRUPTED if interrupted else DONE if fits else MISTAKE, result, plan
+    return INTERRUPTED if interrupted else DONE if fits else MISTAKE, result, plan, barred
 
 
 def _failure(
-    graph: TrainingGraph, result: dict[str, Any], code: int, repeats: Repeats, budget: Budget
+    graph: TrainingGraph,
+    result: dict[str, Any],
+    code: int,
+    repeats: Repeats,
+    budget: Budget,
+    barred: tuple[int, ...],
 ) -> str:
     """Why `solve` did not end well, in one sentence."""
     limit, status = result["budget"], result["status"]
@@ -419,7 +425,7 @@ def _failure(
         return f"no schedule fits the budget of {asked}: {low}; raise the budget{hint}"
     return (
         f"no schedule within {asked} was found in {result['seconds']:.1f} s, and none was ruled "
-        f"out; {low}; raise the budget or --time-limit"
+        f"out; {low}; {advice_when_stopped(graph, barred, '--time-limit')}"
     )
 
 

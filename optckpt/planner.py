@@ -92,7 +92,8 @@ def make_plan(
         assert limit is not None
         # Perhaps a share was meant where so few bytes are asked for.
         few = limit <= 100 and parsed.fraction is None
-        raise _failure(graph, limit, options.order, repeat, cert, few)
+        barred = found.solution.barred
+        raise _failure(graph, limit, options.order, repeat, cert, few, barred)
     judged = judge(graph, found.solution.schedule, allocator)
     return Plan(
         fingerprint=graph.fingerprint,
@@ -116,6 +117,7 @@ def _failure(
     repeat: Repeat,
     certificate: Certificate,
     few: bool,
+    barred: Sequence[int],
 ) -> BudgetError:
     """What to raise where there is no schedule within `limit` bytes."""
     allowed = widest(graph, repeat)
@@ -129,8 +131,8 @@ def _failure(
     if certificate.status != "infeasible":
         return BudgetError(
             f"no schedule within {format_bytes(limit)} ({limit} bytes) was found in "
-            f"{certificate.seconds:.1f} s, and none was ruled out; {low}; raise the budget or the "
-            "time limit"
+            f"{certificate.seconds:.1f} s, and none was ruled out; {low}; "
+            f"{advice_when_stopped(graph, barred, 'the time limit')}"
         )
     advice = ["raise the budget", "reduce the batch size"]
     if few:
@@ -149,6 +151,18 @@ def _failure(
         f"no schedule fits the budget of {format_bytes(limit)} ({limit} bytes): {proof}{low}; "
         f"{' or '.join(advice[:2])}{''.join(', or ' + a for a in advice[2:])}",
         floor=floor.bytes,
+    )
+
+
+def advice_when_stopped(graph: TrainingGraph, barred: Sequence[int], time_limit: str) -> str:
+    """What to do where nothing was found; `barred` as in `Solution`, `time_limit` its name."""
+    if not barred:
+        return f"raise the budget or {time_limit}"
+    others = f" and {len(barred) - 1} more" if len(barred) > 1 else ""
+    return (
+        "the graph limits when operations may be executed again (repeat_before), and as these "
+        "limits were in the way, the search did without executing "
+        f"{graph.operations[barred[0]].name!r}{others} again: raise the budget"
     )
 
 

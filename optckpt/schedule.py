@@ -104,6 +104,9 @@ class Solution:
     certificate: Certificate
     interrupted: bool = False
     """Whether Ctrl-C ended the search: whoever searches on has to stop."""
+    barred: tuple[int, ...] = ()
+    """Repeatable operations that the search did not repeat in the end, because it had repeated
+    some of them later than `Operation.repeat_before` allows."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -242,13 +242,16 @@ def _within_repeat_limits(
     which hardly ever matter: a variable is updated when all that reads it has been done. Where
     they do, the operations concerned are not repeated at all, and the strategy solves once more,
     in the time that was left for that; in the last round nothing that has a limit is repeated.
-    The bound is that of the graph without limits, of which each schedule of `graph` is one.
+    The bound is that of the graph without limits, of which each schedule of `graph` is one. An
+    answer without a schedule is then "stopped", though one may exist; `Solution.barred` has the
+    operations.
     """
     allowed, first = graph.without_repeat_limits, None
     limited = {o for o, op in enumerate(graph.operations) if op.repeat_before}
     start = _usable(options.start, allowed, options.order)
     end = time.perf_counter() + options.time_limit
     time_limit = (FIRST_SHARE if limited else 1.0) * options.time_limit
+    barred: set[int] = set()
     spent, rounds = 0.0, 0
     while True:
         interrupted = False
@@ -263,12 +266,14 @@ def _within_repeat_limits(
         if not late:
             relaxed = _relaxed(solution.certificate, first, options)
             relaxed = replace(relaxed, seconds=spent)
-            return Solution(solution.schedule, relaxed, interrupted)
+            return Solution(solution.schedule, relaxed, interrupted, tuple(sorted(barred)))
         if interrupted:
             raise KeyboardInterrupt
         operations = list(allowed.operations)
         for o in late if rounds < ROUNDS else limited:
-            operations[o] = replace(operations[o], repeatable=False)
+            if operations[o].repeatable:
+                barred.add(o)
+                operations[o] = replace(operations[o], repeatable=False)
         allowed, start = replace(allowed, operations=tuple(operations)), None
         time_limit = max((end - time.perf_counter()) / 2, LEAST_SHARE * options.time_limit)
 

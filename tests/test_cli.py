@@ -20,6 +20,7 @@ import optckpt
 from optckpt.cli import main
 from optckpt.compare import Comparison
 from optckpt.errors import OptckptError
+from optckpt.frontends import synthetic
 from optckpt.frontends.synthetic import chain, residual_chain
 from optckpt.graph import TrainingGraph
 from optckpt.schedule import Plan, Schedule
@@ -172,6 +173,15 @@ def test_infeasible_budget(graph):
     refused(share, "; raise the budget\n")
     assert "%" not in share.stderr
     assert "%" not in result.stderr
+
+
+def test_limits_on_repeats_that_are_in_the_way(call, tmp_path):
+    graph = synthetic.with_random_limits(synthetic.random_graph(1, 9, repeatable=1.0), 1, 0.7)
+    graph.save(tmp_path / "limits.json")
+    result = call("solve", "limits.json", "--budget", "20", "--json")
+    refused(result, "did without executing 'op0' again: raise the budget\n")
+    assert "--time-limit" not in result.stderr
+    assert json.loads(result.stdout)["status"] == "stopped"
 
 
 def test_heuristic_that_does_not_fit(graph):

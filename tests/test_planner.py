@@ -101,9 +101,35 @@ def test_infeasible_above_the_static_floor():
 
 
 def test_stopped_without_a_schedule():
-    with pytest.raises(BudgetError, match="none was ruled out") as error:
+    with pytest.raises(BudgetError, match=r"none was ruled out.*the budget or the time l") as error:
         make_plan(GRAPH, FLOOR.bytes, without_schedule("stopped"))
     assert not isinstance(error.value, InfeasibleBudgetError)
+
+
+@pytest.mark.parametrize("late", [(0,), (0, 1, 3)])
+def test_stopped_by_limits_on_repeats(late):
+    """More time is no help where it is the graph's limits that are in the way."""
+    n = len(GRAPH.operations)
+    limited = {o: replace(GRAPH.operations[o], repeat_before=(n - 1,)) for o in late}
+    operations = tuple(limited.get(o, op) for o, op in enumerate(GRAPH.operations))
+    graph = replace(GRAPH, operations=operations)
+
+    def repeats_late(graph, budget, options):
+        again = [o for o in late if graph.operations[o].repeatable]
+        if not again:
+            return Solution(None, Certificate("late", "infeasible", None, 0.0, 0.0))
+        schedule = Schedule((*range(n), *again))
+        cost = simulate(graph, schedule).overhead
+        return Solution(schedule, Certificate("late", "over-budget", cost, 0.0, 0.0))
+
+    with pytest.raises(BudgetError, match="none was ruled out") as error:
+        make_plan(graph, FLOOR.bytes, repeats_late)
+    message = str(error.value)
+    others = "" if len(late) == 1 else " and 2 more"
+    name = GRAPH.operations[0].name
+    assert "limits when operations may be executed again (repeat_before)" in message
+    assert f"did without executing {name!r}{others} again: raise the budget" in message
+    assert "time limit" not in message
 
 
 def test_mistakes():

@@ -283,6 +283,7 @@ def test_a_strategy_that_repeats_late_is_asked_again_without_these_repeats():
     # Bound and status are those of the round without limits; both rounds took their time.
     assert answer.certificate.bound == 0.05
     assert answer.certificate.seconds == 4.0
+    assert answer.barred == (0,)
 
 
 def test_no_answer_without_late_repeats_is_no_proof():
@@ -299,6 +300,20 @@ def test_no_answer_without_late_repeats_is_no_proof():
     assert answer.schedule is None
     assert answer.certificate.status == "stopped"
     assert answer.certificate.bound == 1 / 8
+    assert answer.barred == (0,)
+
+
+def test_no_schedule_under_limits_though_there_is_one():
+    """Two operations must be repeated, but not as late as is best without limits."""
+    graph = synthetic.with_random_limits(synthetic.random_graph(7, 9, repeatable=1.0), 7, 0.7)
+    assert cheapest(graph, 25) is not None
+    answer = solve(graph, 25, "optimal", SolveOptions(time_limit=10.0, threads=1))
+    if answer.schedule is None:
+        assert answer.certificate.status == "stopped"
+        assert answer.barred
+        assert all(graph.operations[o].repeat_before for o in answer.barred)
+    # Without limits in the way, nothing is barred.
+    assert solve(graph.without_repeat_limits, 25, "optimal").barred == ()
 
 
 @pytest.mark.parametrize("order", ["fixed", "free"])
@@ -377,6 +392,7 @@ def test_rounds_end_and_share_the_time(monkeypatch):
 
     answer = solve(graph, None, watched, SolveOptions(time_limit=100.0))
     assert not registry._repeated_late(graph, answer.schedule)
+    assert len(answer.barred) == limited
     assert 1 < len(given_time) <= registry.ROUNDS + 1
     assert given_time[0] == 80.0
     assert sum(given_time) <= 110.0
