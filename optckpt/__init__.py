@@ -1,7 +1,7 @@
 """optckpt: the optimal checkpoint scheduler for TensorFlow 2.
 
 `optckpt.gradients(ys, xs, budget=...)` computes what `tf.gradients` computes within a budget of
-bytes. TensorFlow is imported with the first use of a name that needs it.
+bytes. TensorFlow and numpy are imported with the first use of a name that needs them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from optckpt.budget import Budget
 from optckpt.errors import BudgetError, InfeasibleBudgetError, OptckptError, OverBudgetError
 from optckpt.graph import Buffer, Operation, TrainingGraph
-from optckpt.planner import make_plan
 from optckpt.schedule import Certificate, Plan, Schedule
 from optckpt.simulate import Simulation, simulate
 
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from optckpt.eager import value_and_gradients
     from optckpt.part import budgeted
     from optckpt.pipeline import last_plan, last_plans
+    from optckpt.planner import make_plan
     from optckpt.step import whole_step
     from optckpt.tape import GradientTape
 
@@ -61,7 +61,8 @@ __all__ = [
     "whole_step",
 ]
 
-_NEED_TENSORFLOW = {
+# What is imported here has to be light: the command line answers Ctrl-C only after it.
+_LATE = {
     "GradientTape": "tape",
     "budgeted": "part",
     "gradients": "call",
@@ -70,21 +71,22 @@ _NEED_TENSORFLOW = {
     "gradients_speed": "call",
     "last_plan": "pipeline",
     "last_plans": "pipeline",
+    "make_plan": "planner",
     "patch": "call",
     "value_and_gradients": "eager",
     "whole_step": "step",
 }
-"""Name -> the module that has it."""
+"""Name -> the module that has it, imported with its first use."""
 
 
 def __getattr__(name: str) -> Any:
-    if name != "keras" and name not in _NEED_TENSORFLOW:
+    if name != "keras" and name not in _LATE:
         raise AttributeError(f"module 'optckpt' has no attribute {name!r}")
     import importlib
 
     if name == "keras":
         return importlib.import_module("optckpt.keras")
-    value = getattr(importlib.import_module(f"optckpt.{_NEED_TENSORFLOW[name]}"), name)
+    value = getattr(importlib.import_module(f"optckpt.{_LATE[name]}"), name)
     globals()[name] = value
     return value
 

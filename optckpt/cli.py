@@ -74,6 +74,10 @@ def main() -> None:
             command = "optckpt" if e.ctx is None else e.ctx.command_path
             message = e.format_message().rstrip(".").replace("\n", " ")
             code = fail(f"{message}; see {command} --help", "UsageError", as_json)
+        except (KeyboardInterrupt, typer.Abort):
+            # Before or after the command itself, which answers Ctrl-C on its own.
+            fail("interrupted", "KeyboardInterrupt", as_json)
+            code = INTERRUPTED
         if sys.stdout is not None:
             sys.stdout.flush()
     except BrokenPipeError:

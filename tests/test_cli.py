@@ -424,6 +424,43 @@ def test_interruption_prints_what_there_is(graph, hands_over):
         assert 0 < answer["seconds"] != 0.5
 
 
+@pytest.mark.parametrize("as_json", [False, True])
+def test_interrupted_while_it_starts(as_json):
+    """As soon as the heavy imports begin, Ctrl-C is answered in one line."""
+    code = """
+import sys
+
+class Pressed:
+    def find_spec(name, path=None, target=None):
+        if name == "numpy":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Pressed)
+from optckpt.__main__ import main
+main()
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code, *(["--json"] if as_json else [])],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (result.returncode, result.stderr) == (130, "optckpt: error: interrupted\n")
+    told = json.dumps({"error": "interrupted", "kind": "KeyboardInterrupt"}) + "\n"
+    assert result.stdout == (told if as_json else "")
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_interrupted_before_the_command_is_read(call, monkeypatch, as_json):
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("typer.main.get_command", interrupt)
+    result = call("solve", *(["--json"] if as_json else []))
+    assert (result.returncode, result.stderr) == (130, "optckpt: error: interrupted\n")
+    assert ("KeyboardInterrupt" in result.stdout) == as_json
+
+
 def test_backward_operations_are_repeated_unless_it_is_forbidden(call, tmp_path):
     graph = chain(12, repeatable_backward=True)
     graph.save(tmp_path / "graph.json")

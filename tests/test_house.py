@@ -92,6 +92,21 @@ def test_imports_go_through_the_package(path):
     assert not importing(path, "solvers", "frontends")
 
 
+def test_the_package_is_light():
+    """It is imported before anything can answer Ctrl-C; all of its names are there nevertheless."""
+    code = """
+import sys
+import optckpt
+heavy = {"numpy", "tensorflow", "networkx", "pydantic", "optckpt.solvers"} & sys.modules.keys()
+assert not heavy, heavy
+from optckpt import make_plan
+import optckpt.simulate
+assert callable(optckpt.simulate) and callable(make_plan) and optckpt.make_plan is make_plan
+assert set(optckpt._LATE) < set(optckpt.__all__)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
 def test_the_referee_knows_no_solver():
     assert not importing(ROOT / "optckpt" / "simulate.py", "optckpt.solvers")
     assert not importing(ROOT / "optckpt" / "graph.py", "optckpt.solvers", "optckpt.simulate")
