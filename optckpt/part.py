@@ -25,10 +25,9 @@ from optckpt.errors import BudgetError, CaptureError, OptckptError
 from optckpt.frontends.tensorflow import Capture, capture
 from optckpt.graph import TrainingGraph
 from optckpt.halves import Halves, Trace, call_halves, components, cut, is_differentiable
-from optckpt.planner import check_fits, make_plan
+from optckpt.part_plan import PartProblem
 from optckpt.request import Checkpoints, Request
-from optckpt.schedule import Plan, Schedule
-from optckpt.simulate import simulate
+from optckpt.schedule import Plan
 from optckpt.sizes import of_inputs
 from optckpt.solvers.registry import Strategy
 from optckpt.xla import refuse_xla
@@ -225,43 +224,25 @@ class _Part:
             request.on_plan(plan)
 
     def _planned(self, found: Capture, graph: TrainingGraph, backward: frozenset[int]) -> Plan:
-        """A plan with which the part fits, what it keeps included.
-
-        What is kept stays in memory until the backward pass has ended, longer than a plan for one
-        step has it: the target is lowered until that fits.
-        """
         request, settings = self._request, self._request.settings
         # Another order might have results wait for slopes.
         options = replace(
             pipeline._solve_options(settings, found, request.checkpoints), order="fixed"
         )
-        budget, allowed = request.budget_on(found.device), None
-        for _ in range(_ROUNDS):
-            plan = make_plan(
-                graph,
-                budget,
-                request.strategy,
-                options,
-                margin=settings.memory.margin,
-                allocator=pipeline.allocator_of(found),
-                plain_graph=found.plain(graph),
-                max_overhead=request.max_overhead,
-                repeat=settings.solver.repeat,
-            )
-            more = kept_longer(graph, plan.schedule, backward)
-            if allowed is None:
-                allowed = plan.budget
-            plan = replace(
-                plan,
-                budget=allowed,
-                live_peak=plan.live_peak + more,
-                predicted_peak=plan.predicted_peak + more,
-            )
-            if allowed is None or plan.predicted_peak <= allowed:
-                break
-            aim = allowed if budget is None or budget.bytes is None else budget.bytes
-            budget = Budget(bytes=max(1, aim - max(plan.predicted_peak - allowed, aim // 100)))
-        return check_fits(plan)
+        problem = PartProblem(
+            name=self._name,
+            graph=graph,
+            backward=backward,
+            plain_graph=found.plain(graph),
+            budget=request.budget_on(found.device),
+            strategy=request.strategy,
+            options=options,
+            margin=settings.memory.margin,
+            allocator=pipeline.allocator_of(found),
+            max_overhead=request.max_overhead,
+            repeat=settings.solver.repeat,
+        )
+        return problem.solve()
 
     def _refuse_captures(self, graph: tf.Graph) -> None:
         for outer, _ in graph.captures:
@@ -271,46 +252,6 @@ class _Part:
                     "the tf.function around it, to which no gradient would flow: pass it as an "
                     "argument"
                 )
-
-
-_ROUNDS = 8
-"""Plans made at most."""
-
-
-def kept_longer(graph: TrainingGraph, schedule: Schedule, backward: frozenset[int]) -> int:
-    """Bytes by which the peak grows if what crosses into the backward pass stays until the end.
-
-    `backward`: the operations of the backward pass. Copies that are made before the first of them
-    runs, or a forward operation is executed again, cross if they are read later.
-    """
-    executions = schedule.executions
-    counts: set[int] = set()
-    cut = len(executions)
-    for k, o in enumerate(executions):
-        if o in backward or o in counts:
-            cut = k
-            break
-        counts.add(o)
-    last: dict[int, int] = {}
-    copy: dict[int, int] = {}
-    for k, o in enumerate(executions):
-        for b in graph.operations[o].reads:
-            if k >= cut and copy[b] < cut:
-                last[b] = k
-        for b in graph.operations[o].writes:
-            copy[b] = k
-    more = [0] * (len(executions) + 1)
-    for b, k in last.items():
-        if b in graph.outputs:
-            continue
-        taken_over = b in graph.operations[executions[k]].inplace
-        more[k if taken_over else k + 1] += graph.buffers[b].size
-    simulated = simulate(graph, schedule)
-    highest = held = 0
-    for k, size in enumerate(simulated.profile):
-        held += more[k]
-        highest = max(highest, size + held)
-    return highest - simulated.peak
 
 
 # --- Tensors -----------------------------------------------------------------------------------
