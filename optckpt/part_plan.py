@@ -31,6 +31,8 @@ _FIRST_SHARE, _SHARE, _LEAST_SHARE = 0.5, 0.4, 0.1
 """Of the time limit for the first aim; of what is left, and of the limit at least, for others."""
 _FINE = 0.01
 """Aims closer than this share of the budget are not told apart."""
+_REFINED = 3
+"""Aims above one that led to a plan that fits."""
 _CHEAP = 0.01
 """Extra time below which no cheaper schedule is looked for."""
 _QUICK = ("griewank", "chen_greedy", "sqrt_n")
@@ -144,6 +146,7 @@ class _Search:
         low = proven_floor(widest(problem.graph, problem.repeat), "fixed").bytes - 1
         high, aim = limit, limit
         fits: int | None = None
+        refined = 0
         plan, met = self.first, self.met
         for k in range(most):
             if k or plan is None or strategy != problem.strategy:
@@ -162,12 +165,14 @@ class _Search:
             else:
                 high = aim
             below = low if fits is None else fits
-            if high - below <= _FINE * limit:
+            refined += fits is not None
+            if high - below <= _FINE * limit or refined > _REFINED:
                 break
             aim = (below + high) // 2
             if fits is None and plan is not None and met:
                 # By what it is too much, but no lower than half-way to where there is nothing.
-                aim = max(aim, high - max(plan.predicted_peak - limit, int(_FINE * limit)))
+                lower = max(plan.predicted_peak - limit, int(_FINE * limit) << k)
+                aim = max(aim, high - lower)
         return False
 
     def may_go_on(self, rounds: int) -> bool:
