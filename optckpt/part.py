@@ -7,6 +7,7 @@ that the second reads are what the part keeps in between; the plan has chosen th
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -64,8 +65,9 @@ def budgeted(
     whole step use `optckpt.gradients` or `optckpt.whole_step` instead.
 
     The function is traced and planned once per signature of its arguments (in a tf.function: per
-    trace of that), in its given order. Its arguments and results are tensors, or structures of
-    them; anything else among the arguments is a constant. Gradients flow to its arguments and to
+    trace of that), in its given order. Where Keras only asks for shapes (the `call` of a layer, as
+    a model is built) nothing is planned yet. Its arguments and results are tensors, or structures
+    of them; anything else among the arguments is a constant. Gradients flow to its arguments and to
     the trainable variables it uses, those among its arguments included; not to tensors it takes
     from the code around it. Second derivatives are those of the rewritten backward pass, within no
     budget.
@@ -124,6 +126,8 @@ class _Part:
         )
 
     def __call__(self, args: Any, kwargs: Any) -> Any:
+        if _is_symbolic():
+            return self._fn(*args, **kwargs)
         refuse_xla()
         leaves = [
             tf.convert_to_tensor(leaf) if _is_array(leaf) else leaf
@@ -278,6 +282,17 @@ def _key(structure: Any, leaves: Sequence[Any], places: Sequence[int]) -> Any:
         else:
             described.append(_Leaf(type(leaf), leaf))
     return shape, tuple(described)
+
+
+def _is_symbolic() -> bool:
+    """Whether Keras traces for shapes alone, perhaps of any batch size: no step comes of that."""
+    keras = sys.modules.get("keras")
+    scope = getattr(keras, "SymbolicScope", None)
+    if scope is None:
+        return False
+    # Keras does not say it by a function of its own; each scope notes the one around it.
+    with scope() as inner:
+        return getattr(inner, "original_scope", None) is not None
 
 
 def _is_array(leaf: Any) -> bool:

@@ -236,6 +236,40 @@ class TestMemory:
         assert len(plans) == 1
 
 
+class TestKeras:
+    def test_call_of_a_layer_in_a_model_of_any_batch_size(self):
+        plans = []
+
+        def model(decorate):
+            class Block(keras.layers.Layer):
+                def build(self, shape):
+                    self.dense = [keras.layers.Dense(64, activation="gelu") for _ in range(6)]
+                    for layer in self.dense:
+                        layer.build(shape)
+
+                def call(self, x):
+                    for layer in self.dense:
+                        x = layer(x)
+                    return x
+
+            Block.call = decorate(Block.call)
+            keras.utils.set_random_seed(0)
+            made = keras.Sequential([keras.Input((64,)), Block(), keras.layers.Dense(1)])
+            made.compile("sgd", "mse")
+            return made
+
+        plain = model(lambda call: call)
+        mine = model(optckpt.budgeted("80%", config=QUICK, on_plan=plans.append))
+        assert mine.output_shape == plain.output_shape == (None, 1)
+        assert not plans
+        y = X[:, :1]
+        for m in (plain, mine):
+            m.fit(tf.data.Dataset.from_tensors((X, y)), verbose=0)
+        assert plans
+        assert all(repeats(plan) > 0 for plan in plans)
+        same([v.value for v in mine.variables], [v.value for v in plain.variables])
+
+
 class TestRefusals:
     def test_arguments(self):
         with pytest.raises(BudgetError, match="lots"):
