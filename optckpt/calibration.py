@@ -50,12 +50,16 @@ class PlannedStep:
         make: Callable[[PlannedStep, Budget | None], Callable[..., Any]],
         calibrate: Calibrate,
         on_plan: Callable[[Plan], None] | None = None,
+        *,
+        fetches: bool = False,
     ) -> None:
         """`make`: gives a function not yet traced that, while it is, plans for this budget (None:
-        the caller's own) and calls `planned` of the step.
+        the caller's own) and calls `planned` of the step. `fetches`: whether batches may be fetched
+        in advance while it runs.
         """
         self._make = make
         self._on_plan = on_plan
+        self._fetches = fetches
         self._function = make(self, None)
         self._device: str | None = None
         self._calibrate = calibrate
@@ -123,7 +127,7 @@ class PlannedStep:
             # Raised while it is traced: nothing has been executed.
             if self._best is None:
                 raise
-            self._return_to_best(str(e))
+            self._return_to_best(str(e), advised=True)
             return self._function(*args, **kwargs)
         if self._calibrate:
             self._learn()
@@ -153,7 +157,8 @@ class PlannedStep:
                 "for what was measured, a larger memory.margin leaves more room%s",
                 format_bytes(peak),
                 format_bytes(self._budget),
-                "; batches fetched in advance may be the cause" * ("CPU" in (self._device or "")),
+                "; batches fetched in advance may be the cause"
+                * (self._fetches and "CPU" in (self._device or "")),
             )
         return result
 
@@ -203,7 +208,8 @@ class PlannedStep:
         self._in_use = None
         self._function = self._make(self, Budget(bytes=wanted))
 
-    def _return_to_best(self, why: str) -> None:
+    def _return_to_best(self, why: str, advised: bool = False) -> None:
+        """`advised`: whether `why` says what to do already."""
         assert self._best is not None
         assert self._budget is not None
         peak, plan, self._function = self._best
@@ -211,10 +217,11 @@ class PlannedStep:
         self._settle()
         self._calibrate = False
         logger.warning(
-            "the step peaks at %s, above its budget of %s: %s; raise the budget or memory.margin",
+            "the step peaks at %s, above its budget of %s: %s%s",
             format_bytes(peak),
             format_bytes(self._budget),
             why,
+            "" if advised else "; raise the budget or memory.margin",
         )
 
     def _adopt(self, plan: Plan) -> None:

@@ -352,6 +352,7 @@ class _Training:
             lambda planned, budget: self._function(planned, spec, shapes, budget),
             self._calibrate,
             self._request.on_plan,
+            fetches=True,
         )
         self.steps.append(_Signature(spec, shapes, found))
         return found

@@ -64,6 +64,12 @@ class Problem:
 
     def solve(self, start: Schedule | None = None) -> Plan:
         """Make the plan. Raises as `make_plan`. `start`: a schedule that is known already."""
+        logger.info(
+            "planning: %d operations, %s, time limit %.0f s",
+            len(self.graph.operations),
+            self._aim,
+            self.options.time_limit,
+        )
         return make_plan(
             self.graph,
             self.budget,
@@ -76,6 +82,17 @@ class Problem:
             reorder=self.reorder,
             repeat=self.repeat,
         )
+
+    @property
+    def _aim(self) -> str:
+        if self.max_overhead is not None:
+            return f"at most {100 * self.max_overhead:g} % more time"
+        if self.budget is None:
+            return "no budget"
+        if self.budget.bytes is not None:
+            return f"budget {format_bytes(self.budget.bytes)}"
+        assert self.budget.fraction is not None
+        return f"budget {100 * self.budget.fraction:g} % of the plain peak"
 
     @property
     def asked(self) -> Asked | None:

@@ -12,6 +12,7 @@ import tensorflow as tf
 import optckpt
 from optckpt import calibration
 from optckpt.config import Config
+from optckpt.errors import BudgetError
 from optckpt.schedule import Plan
 
 pytestmark = pytest.mark.usefixtures("grappler_off")
@@ -75,6 +76,8 @@ def test_without_it_the_budget_is_exceeded_and_a_warning_says_so_once(caplog):
     (warning,) = (r.message for r in caplog.records if r.name == "optckpt.calibration")
     assert "above its budget of" in warning
     assert "calibrate=True" in warning
+    # Nothing fetches batches here.
+    assert "in advance" not in warning
 
 
 def test_planned_again_when_seen_above_the_budget(caplog):
@@ -253,9 +256,31 @@ def test_what_cannot_be_met_keeps_the_best_plan_and_says_so(caplog):
         for _ in range(6):
             step(x)
     assert "above its budget" in caplog.text
-    assert "raise the budget or memory.margin" in caplog.text
+    assert caplog.text.count("raise the budget") == 1
     assert caplog.text.count("above its budget") == 1
     assert step.last_plan.calibrated
+
+
+@pytest.mark.parametrize(
+    ("why", "advice"),
+    [
+        (None, "; raise the budget or memory.margin"),
+        ("no schedule fits; raise the budget or the time limit", ""),
+    ],
+)
+def test_what_to_do_is_said_once(caplog, monkeypatch, why, advice):
+    step = step_of(weights(), "80%", calibrate=True)
+    monkeypatch.setattr(calibration, "REPLANS", 1 if why else 0)
+    step(tf.constant(X))
+    if why:
+
+        def refuse(*_, **__):
+            raise BudgetError(why)
+
+        monkeypatch.setattr("optckpt.step.apply_on_devices", refuse)
+        step(tf.constant(X))
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert warning.endswith((why or "in vain") + advice)
 
 
 def test_other_tensors_that_came_meanwhile_are_not_counted_twice():

@@ -103,6 +103,23 @@ def test_a_restart_does_not_solve_again(cache, solves):
     assert second == replace(first, source="cache")
 
 
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"budget": "70%"}, "budget 70 % of the plain peak"),
+        ({"budget": None, "max_overhead": 0.25}, "at most 25 % more time"),
+    ],
+)
+def test_it_is_said_what_is_being_planned(cache, caplog, changes, text):
+    graph = residual_chain(8)
+    with caplog.at_level(logging.INFO, "optckpt"):
+        for _ in range(2):
+            plan_once(problem(graph, **changes), cache)
+    said = [r.getMessage() for r in caplog.records if r.getMessage().startswith("planning")]
+    assert len(said) == 1
+    assert f"{len(graph.operations)} operations, {text}, time limit" in said[0]
+
+
 def test_a_retrace_does_not_even_read_the_disk(cache, solves):
     plan_once(problem(GRAPH), cache)
     for path in files(cache):
