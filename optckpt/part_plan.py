@@ -246,9 +246,8 @@ class _Search:
         """Bytes that the part needs at least, and a sentence that says so."""
         graph, repeat = self.problem.graph, self.problem.repeat
         floor = proven_floor(widest(graph, repeat), "fixed")
-        setter = "the resident bytes"
-        if floor.operation >= 0:
-            setter = f"set by {graph.operations[floor.operation].name!r}"
+        place = floor.place(widest(graph, repeat))
+        setter = f"set by {place}" if place else "the resident bytes"
         return floor.bytes, (
             f"{which_schedules(graph, repeat)} at least {format_bytes(floor.bytes)} "
             f"({floor.bytes} bytes, {setter}; {format_bytes(graph.resident)} of it are resident)"
