@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from optckpt import keras_sizes, sizes
 from optckpt.budget import Budget
 from optckpt.calibration import PlannedStep
 from optckpt.config import Calibrate, Config
@@ -56,7 +58,10 @@ def apply(
 
     A step is planned when it is traced: for each batch size of `fit`, once. The last, smaller batch
     of an epoch follows the plan of the others; a batch larger than all before is planned anew.
-    Batches are fetched one by one, also with `steps_per_execution`.
+    Batches are fetched one by one, also with `steps_per_execution`. Under a distribution strategy
+    this holds for `fit` on arrays; of a data set whose last batch may be smaller the largest size
+    that a replica gets has to be declared there (`sizes.batch`, or `optckpt.sizes.at`), or the data
+    set made with drop_remainder=True.
 
     Args:
         budget: peak bytes on the device during a training step; see `optckpt.gradients`. On a CPU,
@@ -213,7 +218,8 @@ class _Signature:
     spec: Any
     """TypeSpecs of the batch, perhaps with unknown sizes; None under a distribution strategy."""
     shapes: _Shapes
-    """Of the tensors of the batch that it was planned for."""
+    """Of the tensors of the batch that it was planned for; under a distribution strategy of a
+    replica's, or () if its sizes are in the specs or unknown."""
     step: PlannedStep
 
     def covers(self, spec: Any, shapes: _Shapes) -> bool:
@@ -229,7 +235,7 @@ class _Signature:
 
     def __str__(self) -> str:
         if self.spec is None:
-            return "distributed"
+            return " ".join(["distributed", *(str(list(s)) for s in self.shapes)])
         dtypes = [s.dtype.name for s in tf.nest.flatten(self.spec, True) if hasattr(s, "dtype")]
         return ", ".join(f"{d}{list(s)}" for d, s in zip(dtypes, self.shapes, strict=False))
 
@@ -292,7 +298,10 @@ class _Training:
         _refuse_eager(self._model)
         self._build_slots()
         if isinstance(iterator, tf.distribute.DistributedIterator):
-            return self._run(self._find(None, (), False), iterator)
+            replicas = self._model.distribute_strategy.num_replicas_in_sync
+            shapes = keras_sizes.of_replicas(iterator, replicas, self._request.settings)
+            with sizes.at(shapes) if shapes else nullcontext():
+                return self._run(self._find(None, shapes, False), iterator)
         first = self._iterator is None or self._iterator() is not iterator
         self._iterator = weakref.ref(iterator)
         if first:
@@ -343,8 +352,8 @@ class _Training:
     def _find(self, spec: Any, shapes: _Shapes, first: bool) -> PlannedStep:
         """The step for a batch; `first`: it is the first of an epoch, and so none of the rest."""
         covering = [s for s in self.steps if s.covers(spec, shapes)]
-        sizes = self._request.settings.sizes
-        if first and not (sizes.batch or sizes.inputs):
+        declared = self._request.settings.sizes
+        if first and not (declared.batch or declared.inputs):
             covering = [s for s in covering if s.shapes == shapes]
         if covering:
             return min(covering, key=lambda s: s.shapes).step

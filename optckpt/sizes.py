@@ -89,6 +89,13 @@ def at(elements: Any = None, *, inputs: Any = None) -> Iterator[None]:
             _scopes.remove(scope)
 
 
+def are_given() -> bool:
+    """Whether this thread is within the context `at`."""
+    here = threading.get_ident()
+    with _lock:
+        return any(scope.thread == here for scope in _scopes)
+
+
 def of_inputs(graph: tf.Graph, settings: Config) -> dict[int, tf.TensorShape]:
     """Shapes of the inputs of `graph` that it does not know itself, as far as they are known.
 
@@ -290,12 +297,15 @@ def _given(
         # Beside the element, a function may have arguments of known size: counters, say.
         for group in (arguments, [t for t in arguments if _is_open(t)], *groups):
             data = [t for t in group if _has_shape(t)]
-            # A branch that gets the next element gets that of each replica.
+            # A branch that gets the next element gets that of each replica. Given as arguments, the
+            # tensors of all replicas follow each other.
             count = len(data) // max(1, len(scope.elements))
-            shapes = scope.elements * count
-            if len(shapes) == len(data) and all(map(_agree, data, shapes)):
-                for t, shape in zip(data, shapes, strict=True):
-                    found.setdefault(id(t), shape)
+            of_each = tuple(shape for shape in scope.elements for _ in range(count))
+            for shapes in (scope.elements * count, of_each):
+                if len(shapes) == len(data) and all(map(_agree, data, shapes)):
+                    for t, shape in zip(data, shapes, strict=True):
+                        found.setdefault(id(t), shape)
+                    break
     return found
 
 

@@ -24,6 +24,8 @@ from optckpt.config import Config
 
 STEPS = 3
 ROWS, WIDTH = 2048, 192
+PARTIAL = 896
+"""Rows of a batch, of which the last one of an epoch has fewer."""
 CONFIG = Config.model_validate(
     {
         "costs": {"model": "flops"},
@@ -157,8 +159,8 @@ def custom(strategy: Any, way: str, budget: str | None, watch: _Watch) -> tuple[
     return losses, [w.numpy() for w in weights]
 
 
-def fit(strategy: Any, _: str, budget: str | None, watch: _Watch) -> tuple[list[Any], Any]:
-    """Keras' own fit."""
+def fit(strategy: Any, way: str, budget: str | None, watch: _Watch) -> tuple[list[Any], Any]:
+    """Keras' own fit. `way`: with "-partial", of arrays whose last batch is smaller."""
     layers = tf.keras.layers
     tf.keras.utils.set_random_seed(0)
     with strategy.scope():
@@ -197,13 +199,16 @@ def fit(strategy: Any, _: str, budget: str | None, watch: _Watch) -> tuple[list[
         )
     if budget is not None:
         optckpt.keras.apply(model, budget, config=CONFIG, on_plan=watch.plans.append)
-    history = model.fit(
-        strategy.distribute_datasets_from_function(rows),
-        steps_per_epoch=2,
-        epochs=STEPS,
-        verbose=0,
-        shuffle=False,
-    )
+    if "-partial" in way:
+        history = model.fit(X, Y, batch_size=PARTIAL, epochs=STEPS, verbose=0, shuffle=False)
+    else:
+        history = model.fit(
+            strategy.distribute_datasets_from_function(rows),
+            steps_per_epoch=2,
+            epochs=STEPS,
+            verbose=0,
+            shuffle=False,
+        )
     return history.history["loss"], [w.numpy() for w in model.weights]
 
 

@@ -35,6 +35,8 @@ REPLICAS = [
     {"way": "whole", "budget": "70%"},
     {"way": "fit-plain"},
     {"way": "fit-keras", "budget": "75%"},
+    {"way": "fit-partial-plain"},
+    {"way": "fit-partial", "budget": "75%"},
 ]
 WORKERS = [
     {"way": "plain-each"},
@@ -46,6 +48,8 @@ WORKERS = [
 
 def plain_of(runs: list[dict[str, str]], way: str) -> int:
     """The number of the run to compare with."""
+    if way.startswith("fit-partial"):
+        return number(runs, "fit-partial-plain")
     if way.startswith("fit"):
         return number(runs, "fit-plain")
     return number(runs, "plain-each" if way.endswith("-each") else "plain")
@@ -135,7 +139,7 @@ def assert_equal(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> N
         np.testing.assert_array_equal(value, right[name], err_msg=name)
 
 
-replica_ways = pytest.mark.parametrize("way", ["gradients", "whole", "fit-keras"])
+replica_ways = pytest.mark.parametrize("way", ["gradients", "whole", "fit-keras", "fit-partial"])
 worker_ways = pytest.mark.parametrize("way", ["whole-each", "fit-keras"])
 
 
