@@ -54,7 +54,7 @@ def dropout_mlp(way: Way) -> Trial:
     return fit(model, X, Y, batch=BATCH)
 
 
-@zoo.row("keras.apply", "gradient accumulation over two steps", 0.85)
+@zoo.row("keras.apply", "gradient accumulation over two steps", 0.8)
 def gradient_accumulation(way: Way) -> Trial:
     model = way.keras(network())
     model.compile(keras.optimizers.Adam(0.01, gradient_accumulation_steps=2), "mse")
