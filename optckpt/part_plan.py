@@ -10,15 +10,16 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from optckpt.allocator import Reporter
 from optckpt.budget import Budget, format_bytes
 from optckpt.errors import BudgetError, InfeasibleBudgetError, OverBudgetError
 from optckpt.graph import TrainingGraph
-from optckpt.planner import Repeat, check_fits, make_plan, plain_peak, which_schedules, widest
+from optckpt.planner import Repeat, check_fits, make_plan, plain_peak, sentence_of, widest
 from optckpt.schedule import Plan, Schedule
 from optckpt.simulate import simulate
-from optckpt.solvers.floor import proven_floor
+from optckpt.solvers.floor import Floor, proven_floor
 from optckpt.solvers.registry import SolveOptions, Strategy
 
 logger = logging.getLogger("optckpt.part")
@@ -65,24 +66,18 @@ class PartProblem:
             OverBudgetError: if the best that was found does not fit.
             BudgetError: if none was found at all, and none was ruled out.
         """
-        count, seconds = len(self.graph.operations), self.options.time_limit
-        if self.budget is None:
-            logger.info(
-                "planning %r: %d operations, no budget, time limit %.0f s",
-                self.name,
-                count,
-                seconds,
-            )
-            plan, more = self.planned(None, self.strategy, self.options)
-            return _grown(plan, more)
-        limit = self.budget.resolve(plain_peak(self.plain_graph, self.allocator))
+        limit = None
+        if self.budget is not None:
+            limit = self.budget.resolve(plain_peak(self.plain_graph, self.allocator))
         logger.info(
-            "planning %r: %d operations, budget %s, time limit %.0f s",
+            "planning %r: %d operations, %s, time limit %.0f s",
             self.name,
-            count,
-            format_bytes(limit),
-            seconds,
+            len(self.graph.operations),
+            "no budget" if limit is None else f"budget {format_bytes(limit)}",
+            self.options.time_limit,
         )
+        if limit is None:
+            return _grown(*self.planned(None, self.strategy, self.options))
         return _Search(self, limit).run()
 
     def planned(
@@ -143,7 +138,7 @@ class _Search:
         """Try up to `most` aims, from the limit downwards. Returns whether the limit itself led to
         a plan that fits, below which there is nothing to look for."""
         problem, limit = self.problem, self.limit
-        low = proven_floor(widest(problem.graph, problem.repeat), "fixed").bytes - 1
+        low = self.floor.bytes - 1
         high, aim = limit, limit
         fits: int | None = None
         refined = 0
@@ -242,36 +237,31 @@ class _Search:
     def asked(self) -> str:
         return f"its budget of {format_bytes(self.limit)} ({self.limit} bytes)"
 
-    def floor(self) -> tuple[int, str]:
-        """Bytes that the part needs at least, and a sentence that says so."""
-        graph, repeat = self.problem.graph, self.problem.repeat
-        floor = proven_floor(widest(graph, repeat), "fixed")
-        place = floor.place(widest(graph, repeat))
-        setter = f"set by {place}" if place else "the resident bytes"
-        return floor.bytes, (
-            f"{which_schedules(graph, repeat)} at least {format_bytes(floor.bytes)} "
-            f"({floor.bytes} bytes, {setter}; {format_bytes(graph.resident)} of it are resident)"
-        )
+    @cached_property
+    def floor(self) -> Floor:
+        return proven_floor(widest(self.problem.graph, self.problem.repeat), "fixed")
+
+    def low(self) -> str:
+        return sentence_of(self.floor, self.problem.graph, self.problem.repeat)
 
     def infeasible(self) -> InfeasibleBudgetError:
         graph, repeat = self.problem.graph, self.problem.repeat
-        floor, low = self.floor()
         advice = ["raise the budget", "reduce the batch size"]
         if self.limit <= 100:
             advice.insert(0, f'write "{self.limit}%" if a share of what the part needs is meant')
         if repeat == "forward" and proven_floor(graph, "fixed").bytes <= self.limit:
             advice.append("try solver.repeat: all")
-        proof = "" if self.limit < floor else "proven by the solver; "
+        proof = "" if self.limit < self.floor.bytes else "proven by the solver; "
         return InfeasibleBudgetError(
-            f"{self.problem.name!r}: no schedule fits {self.asked()}: {proof}{low}; "
+            f"{self.problem.name!r}: no schedule fits {self.asked()}: {proof}{self.low()}; "
             f"{', '.join(advice[:-1])} or {advice[-1]}",
-            floor=floor,
+            floor=self.floor.bytes,
         )
 
     def not_found(self) -> BudgetError:
         return BudgetError(
             f"{self.problem.name!r}: no schedule within {self.asked()} was found in "
-            f"{time.perf_counter() - self.began:.1f} s, and none was ruled out; {self.floor()[1]}; "
+            f"{time.perf_counter() - self.began:.1f} s, and none was ruled out; {self.low()}; "
             "raise the budget or the time limit"
         )
 

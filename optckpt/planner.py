@@ -122,12 +122,7 @@ def _failure(
     """What to raise where there is no schedule within `limit` bytes."""
     allowed = widest(graph, repeat)
     floor = proven_floor(allowed, order)
-    place = floor.place(allowed)
-    setter = f"set by {place}" if place else "the resident bytes"
-    low = (
-        f"{which_schedules(graph, repeat)} at least {format_bytes(floor.bytes)} "
-        f"({floor.bytes} bytes, {setter}; {format_bytes(graph.resident)} of it are resident)"
-    )
+    low = sentence_of(floor, graph, repeat)
     if certificate.status != "infeasible":
         return BudgetError(
             f"no schedule within {format_bytes(limit)} ({limit} bytes) was found in "
@@ -151,6 +146,16 @@ def _failure(
         f"no schedule fits the budget of {format_bytes(limit)} ({limit} bytes): {proof}{low}; "
         f"{' or '.join(advice[:2])}{''.join(', or ' + a for a in advice[2:])}",
         floor=floor.bytes,
+    )
+
+
+def sentence_of(floor: Floor, graph: TrainingGraph, repeat: Repeat) -> str:
+    """That every schedule needs so much, and what sets it."""
+    place = floor.place(graph)
+    setter = f"set by {place}" if place else "the resident bytes"
+    return (
+        f"{which_schedules(graph, repeat)} at least {format_bytes(floor.bytes)} "
+        f"({floor.bytes} bytes, {setter}; {format_bytes(graph.resident)} of it are resident)"
     )
 
 
