@@ -71,6 +71,32 @@ def test_operations_after_a_call_wait_for_its_results(inlined: bool) -> None:
     assert bool(gated) is inlined
 
 
+@pytest.mark.parametrize("following", ["matmul", "tanh"])
+def test_the_chain_waits_for_all_that_a_loop_does(following: str) -> None:
+    """Lists that only the gradient of a loop reads hold memory until the executor has filled them.
+
+    Product and bias are merged, so that the product has no control inputs.
+    """
+    weights = [tf.Variable(normal(SIDE, SIDE) / SIDE) for _ in range(3)]
+
+    @tf.function(autograph=False)
+    def step(x: tf.Tensor) -> Any:
+        x = tf.tanh(x @ weights[0])
+        _, x = tf.while_loop(
+            lambda i, _: i < 3, lambda i, x: (i + 1, tf.tanh(x @ weights[1]) + x), (0, x)
+        )
+        x = x @ weights[2] if following == "matmul" else tf.tanh(x)
+        loss = tf.reduce_mean(tf.tanh(x) ** 2)
+        return loss, optckpt.gradients(loss, weights[:2], budget="100%", config=QUICK)
+
+    graph = step.get_concrete_function(tf.TensorSpec((4 * SIDE, SIDE))).graph
+    forward, _ = [op for op in graph.get_operations() if op.type in ("While", "StatelessWhile")]
+    first = next(c for t in forward.outputs for c in t.consumers() if c.type in ("MatMul", "Tanh"))
+    after = first.outputs[0].consumers()
+    waiting = [op for op in (first, *after) if forward in op.control_inputs]
+    assert [op.type for op in waiting] == ["Tanh"]
+
+
 @pytest.mark.fresh_process
 def test_the_peak_of_a_step_with_calls_is_as_predicted() -> None:
     loss_of, weights = layers(10)

@@ -184,6 +184,8 @@ class Planner:
         self.view_clones: dict[tuple[tf.Operation, Source], int] = {}
         self.last: Node | None = capture.follows
         """The end of the chain so far."""
+        self.unwaited: list[Node] = []
+        """Calls for whose end nothing in the chain waits yet, only for one of their results."""
 
     def execute(self, u: int, count: int) -> None:
         unit = self.capture.units[u]
@@ -258,7 +260,15 @@ class Planner:
 
     def _chain(self, unit: tuple[tf.Operation, ...], nodes: tuple[Node, ...]) -> None:
         last = self.last
-        if last is not None and not (_may_be_merged(unit) and self._reads_from(unit, last)):
+        if last is None:
+            pass
+        elif _may_be_merged(unit) and self._reads_from(unit, last):
+            # The rest of a loop's work holds memory as well, until the executor turns to it.
+            if tf_ops.is_call(self._operation(last)):
+                self.unwaited.append(last)
+        else:
+            self.edit.controls += ((call, nodes[0]) for call in self.unwaited)
+            self.unwaited.clear()
             self.edit.controls.append((last, nodes[0]))
             # What oneDNN merges in the plain graph has to stay mergeable, or bits differ:
             # equal control inputs. On Conv2D + BiasAdd, whose result does not depend on the
@@ -269,6 +279,9 @@ class Planner:
                     self.edit.controls.append((last, node))
         self.edit.chain.append(nodes)
         self.last = nodes[-1]
+
+    def _operation(self, node: Node) -> tf.Operation:
+        return self.edit.clones[node].original if isinstance(node, int) else node
 
     def _reads_from(self, unit: tuple[tf.Operation, ...], last: Node) -> bool:
         """Whether the first member of `unit` reads the data of `last` anyway."""

@@ -324,6 +324,8 @@ def check(row: Row) -> Budgeted:
     _assert_same("outputs", got_outputs, outputs, row.tolerance)
     _assert_same("state", got_state, state, row.tolerance)
     assert len(got_peaks) == len(peaks) >= STEPS - 1
+    if any(p.calibrated for p in way.plans):
+        raise PeakError(f"a step peaked above {way.budget} and was planned again: {got_peaks}")
     assert len(way.plans) == row.plans
     predicted = [p.predicted_peak for p in way.plans]
     if not 0 < max(*got_peaks, *predicted) <= way.budget:
