@@ -50,7 +50,7 @@ def check(model: Callable[..., Any], xs: Sequence[Any], x: tf.Tensor) -> None:
     predicted = simulate(graph, Schedule.base(graph)).peak - graph.resident
     # A block may get a chunk of nearly twice its size.
     waste = max(b.size for b in graph.buffers)
-    assert 0.94 * predicted <= measured <= 1.1 * predicted + waste
+    assert 0.9 * predicted <= measured <= 1.1 * predicted + waste
     plain = Step(model, xs)
     assert static_floor(graph).bytes - graph.resident <= peak_of(lambda: plain.function(x) and None)
 
