@@ -96,6 +96,8 @@ class Copy:
         self._shapes = shapes
         self._arguments = arguments or {}
         self._traced = changes(live)
+        self._rewritten = {op for op, _ in self._traced.inputs}
+        self._rewritten.update(after for _, after in self._traced.controls)
         self._only = None if among is None else _ancestors(among)
         self.graph: Any
         if isinstance(live, FuncGraph):
@@ -164,9 +166,9 @@ class Copy:
 
     def _as_traced(self, op: tf.Operation, node: node_def_pb2.NodeDef) -> None:
         """Undo rewrites, after which operations may read what was made after them."""
-        known = self._traced
-        if not (known.inputs or known.controls):
+        if op not in self._rewritten:
             return
+        known = self._traced
         for i in range(len(op.inputs)):
             t = known.inputs.get((op, i))
             if t is not None:
