@@ -137,13 +137,26 @@ def _is_open(op: tf.Operation) -> bool:
     kind = op.type
     if not tf_ops.depends_on_sizes(kind):
         return False
+    source, out = op.inputs[0], op.outputs[0]
+    if kind == "Slice":
+        return not _is_part_of_rows(source.shape, out.shape)
     if kind in tf_ops.PARTS:
         return True
-    source, out = op.inputs[0], op.outputs[0]
     if kind == "Transpose":
         perm = tf_ops.constant(op.inputs[1])
         return perm is None or not source.shape.is_fully_defined()
     return tf_ops.element_count(source) is None or tf_ops.element_count(out) is None
+
+
+def _is_part_of_rows(whole: tf.TensorShape, part: tf.TensorShape) -> bool:
+    """Whether a part is narrower than the whole in another than its first dimension.
+
+    Of such parts the kernel of Slice makes copies.
+    """
+    if whole.rank is None or part.rank is None:
+        return False
+    pairs = zip(whole.as_list()[1:], part.as_list()[1:], strict=True)
+    return any(w is not None and p is not None and p < w for w, p in pairs)
 
 
 def _is_all(op: tf.Operation, i: int, o: int) -> bool | None:

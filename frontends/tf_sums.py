@@ -23,6 +23,7 @@ from optckpt.frontends.tf_nodes import Nodes
 from optckpt.frontends.tf_sharing import AtSizes, Sharing
 from optckpt.frontends.tf_traced import Reading, changes
 from optckpt.frontends.tf_twins import Twins
+from optckpt.frontends.tf_unique import Unique
 
 log = logging.getLogger("optckpt.frontends.tf_sums")
 
@@ -74,16 +75,15 @@ def orders(
         return {}
     known = changes(tf_graph)
     rewritten = bool(known.added or known.inputs or known.controls)
-    natural: Orders = {}
     sharing = AtSizes(copies)
-    if not rewritten:
-        held = {id(t) for t in outputs}
-        natural = {
-            op: tuple(range(len(op.inputs))) for op in found if takes_first(op, held, sharing)
-        }
-        found = [op for op in found if op not in natural]
-        if not found:
-            return natural
+    held = {id(t) for t in outputs}
+    unique = Unique(known)
+    natural: Orders = {
+        op: tuple(range(len(op.inputs))) for op in found if takes_first(op, held, sharing, unique)
+    }
+    found = [op for op in found if op not in natural]
+    if not found:
+        return natural
     origins = {op: known.added.get(op) or op for op in found}
     reading = Reading(tf_graph, traced=True, nodes=nodes)
     sums = Sums(
@@ -110,30 +110,22 @@ def orders(
     return natural | result
 
 
-def takes_first(op: tf.Operation, held: Container[int], sharing: Sharing) -> bool:
+def takes_first(op: tf.Operation, held: Container[int], sharing: Sharing, unique: Unique) -> bool:
     """Whether it is plain that a sum takes over the memory of its first input.
 
     That is so if nobody else reads it and TensorFlow neither merges its maker with another
-    operation nor computes it in advance. Such are the sums of regularisation losses; the others
-    need a walk over the whole graph. `held`: ids of the tensors in memory at the end.
+    operation nor computes it in advance. Others need a walk over the whole graph. `held`: ids of
+    the tensors in memory at the end.
     """
     first = op.inputs[0]
     maker = first.op
     return (
         id(first) not in held
+        and not unique.is_near_change(op)
         and first.consumers() == [op]
         and sum(t is first for t in op.inputs) == 1
         and not sharing.pairs(maker)
-        and _is_unique(maker)
-    )
-
-
-def _is_unique(op: tf.Operation, depth: int = 4) -> bool:
-    """Whether the operation depends on a variable in a way in which no other does."""
-    return depth > 0 and any(
-        (t.op.type == "ReadVariableOp" or _is_unique(t.op, depth - 1))
-        and all(c is op or c.type != op.type for c in t.consumers())
-        for t in op.inputs
+        and unique.holds(maker)
     )
 
 

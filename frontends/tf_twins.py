@@ -61,7 +61,7 @@ class Twins:
         made: list[object] = [same.get(id(t), id(t)) for t in self._reading.inputs(op)]
         if not made:
             made = [None, *(t.dtype.as_datatype_enum for t in op.outputs[:1])]
-        elif len(made) > 1 and _is_commutative(kind):
+        elif len(made) > 1 and is_commutative(kind):
             made.sort()
         controls = self._reading.controls(op)
         return (kind, frozenset(controls), *made) if controls else (kind, *made)
@@ -94,7 +94,7 @@ class Twins:
         """For each input of `x` the index of that input of `y`, which looks the same, with which
         it is merged if the two operations are."""
         left, right = self._reading.inputs(x), self._reading.inputs(y)
-        if len(left) < 2 or not _is_commutative(x.type):
+        if len(left) < 2 or not is_commutative(x.type):
             return list(range(len(left)))
         others = list(range(len(right)))
         found: dict[int, int] = {}
@@ -121,6 +121,7 @@ class Twins:
 
 
 @functools.cache
-def _is_commutative(kind: str) -> bool:
+def is_commutative(kind: str) -> bool:
+    """Whether the inputs of operations of this type may change places."""
     definition = op_def_registry.get(kind)
     return definition is not None and bool(definition.is_commutative)

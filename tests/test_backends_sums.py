@@ -24,9 +24,10 @@ from tf_support import (
 from optckpt.backends.tensorflow import rewrite
 from optckpt.frontends import tf_sums
 from optckpt.frontends.tensorflow import capture
-from optckpt.frontends.tf_sharing import AtSizes
+from optckpt.frontends.tf_sharing import AtSizes, AtSomeSize
 from optckpt.frontends.tf_sums import orders
-from optckpt.frontends.tf_traced import as_traced
+from optckpt.frontends.tf_traced import as_traced, changes
+from optckpt.frontends.tf_unique import Unique
 from optckpt.graph import TrainingGraph
 from optckpt.schedule import Schedule
 from optckpt.simulate import simulate
@@ -290,7 +291,7 @@ def test_a_long_chain_of_operations_without_variables_is_no_deep_recursion() -> 
 
 def test_a_sum_of_losses_of_variables_needs_no_walk_unless_a_twin_might_be_merged() -> None:
     def takes_first(op: tf.Operation, held: Container[int]) -> bool:
-        return tf_sums.takes_first(op, held, AtSizes())
+        return tf_sums.takes_first(op, held, AtSizes(), Unique())
 
     with tf.Graph().as_default():
         variables = [tf.Variable(tf.ones([3])) for _ in range(3)]
@@ -306,6 +307,36 @@ def test_a_sum_of_losses_of_variables_needs_no_walk_unless_a_twin_might_be_merge
         tf.sqrt(shared)
         assert not takes_first(again.op, ())
         assert not takes_first(tf.add_n([tf.constant(1.0), *losses[:2]]).op, ())
+
+
+def test_products_of_one_tensor_with_others_are_told_apart_by_what_these_are() -> None:
+    with tf.Graph().as_default() as graph:
+        read = tf.Variable(tf.ones([3])).read_value()
+        x, y = (tf.compat.v1.placeholder(tf.float32, [3]) for _ in range(2))
+        unique = Unique()
+        sine, root, other = read * tf.sin(x), tf.sqrt(x) * read, read * tf.exp(x)
+        assert all(unique.holds(t.op) for t in (sine, root, other))
+        again = tf.sin(y) * read
+        unique = Unique()
+        assert not unique.holds(sine.op)
+        assert not unique.holds(again.op)
+        assert unique.holds(other.op)
+        again.op._add_control_input(other.op)
+        assert Unique().holds(again.op)
+        changes(graph).redirect(again.op, 1, other)
+        assert not Unique(changes(graph)).holds(other.op)
+        assert not Unique(changes(graph)).holds(again.op)
+
+
+def test_parts_narrower_than_the_whole_are_copies_at_any_size() -> None:
+    with tf.Graph().as_default():
+        x = tf.compat.v1.placeholder(tf.float32, [None, 8])
+        begin = tf.compat.v1.placeholder(tf.int32, [2])
+        rows = tf.compat.v1.placeholder(tf.int32, [])
+        narrow = tf.slice(x, begin, tf.stack([rows, 4]))
+        wide = tf.slice(x, begin, tf.stack([rows, 8]))
+        assert not AtSomeSize().pairs(narrow.op)
+        assert AtSomeSize().pairs(wide.op) == [(0, 0)]
 
 
 def test_sums_of_the_same_in_another_order_are_one_sum() -> None:

@@ -18,6 +18,7 @@ from optckpt.frontends.tf_capture import Capture
 from optckpt.frontends.tf_sharing import AtEverySize, AtSomeSize, Noted, tells
 from optckpt.frontends.tf_sums import Sums, at_any_size, may_take, takes_first
 from optckpt.frontends.tf_traced import Changes, Reading, changes, next_mark
+from optckpt.frontends.tf_unique import Unique
 
 _GRADIENT = "OptckptCopy"
 
@@ -45,7 +46,8 @@ def keep_orders(
         _permute(known, op, order)
     held = {id(t) for t in capture.outputs}
     most = Noted(AtSomeSize())
-    unsure = [op for op in orders if op in known.copies or not takes_first(op, held, most)]
+    unique = Unique()
+    unsure = [op for op in orders if op in known.copies or not takes_first(op, held, most, unique)]
     if not unsure:
         return []
     reading = Reading(capture.tf_graph)
