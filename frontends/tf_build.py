@@ -87,10 +87,10 @@ class Build:
             if node.kind in tf_ops.RESIDENT:
                 self._residents.add(node)
                 self._versions.add_read(node)
-                self._pass_on(node, before)
+                self._pass_on(group, before)
                 return
             if self._add_view(node) or self._residents.add_folded(node):
-                self._pass_on(node, before)
+                self._pass_on(group, before)
                 return
         reads = self._reads(group)
         self._charge_kept(node)
@@ -102,7 +102,7 @@ class Build:
             for family in old:
                 self._views.update((id(t), self._views[id(family[0])]) for t in family)
         else:
-            self._pass_on(node, before)
+            self._pass_on(group, before)
 
     def _old_versions(self, group: tuple[Node, ...]) -> list[list[tf.Tensor]]:
         """For each variable that `group` assigns, the tensors that hold on to its old value."""
@@ -126,11 +126,11 @@ class Build:
         found.discard(_NOTHING)
         return found.pop() if len(found) == 1 else _NOTHING.union(*found)
 
-    def _pass_on(self, node: Node, before: frozenset[int]) -> None:
+    def _pass_on(self, group: tuple[Node, ...], before: frozenset[int]) -> None:
         if len(before) > _JUNCTION:
-            self._add_unit((node,), (), [], 0, before)
+            self._add_unit(group, (), [], 0, before)
         else:
-            self._waits[node] = before
+            self._waits.update(dict.fromkeys(group, before))
 
     def _add_view(self, node: Node) -> bool:
         if not tf_ops.may_view(node.kind):
