@@ -15,7 +15,7 @@ from optckpt.schedule import Certificate, Plan, Schedule
 from optckpt.simulate import Simulation, simulate
 
 if TYPE_CHECKING:
-    from optckpt import keras
+    from optckpt import keras, sizes
     from optckpt.call import (
         gradients,
         gradients_collection,
@@ -57,6 +57,7 @@ __all__ = [
     "make_plan",
     "patch",
     "simulate",
+    "sizes",
     "value_and_gradients",
     "whole_step",
 ]
@@ -77,15 +78,17 @@ _LATE = {
     "whole_step": "step",
 }
 """Name -> the module that has it, imported with its first use."""
+_MODULES = ("keras", "sizes")
+"""Modules that are names of their own."""
 
 
 def __getattr__(name: str) -> Any:
-    if name != "keras" and name not in _LATE:
+    if name not in _MODULES and name not in _LATE:
         raise AttributeError(f"module 'optckpt' has no attribute {name!r}")
     import importlib
 
-    if name == "keras":
-        return importlib.import_module("optckpt.keras")
+    if name in _MODULES:
+        return importlib.import_module(f"optckpt.{name}")
     value = getattr(importlib.import_module(f"optckpt.{_LATE[name]}"), name)
     globals()[name] = value
     return value

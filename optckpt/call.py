@@ -74,7 +74,8 @@ def gradients(
             tensors. Overrides `strategy`.
         config: a `Config` or the path of a YAML file. None: the environment variable
             OPTCKPT_CONFIG, else ./optckpt.yaml, else the defaults.
-        plan: a `Plan` (or the path of one) to apply instead of making one.
+        plan: a `Plan` (or the path of one) to apply instead of making one; of the arguments above
+            only `config` may be given with it.
         on_plan: called with the plan once the graph follows it.
 
     Returns:
@@ -85,7 +86,7 @@ def gradients(
             cannot be planned.
         InfeasibleBudgetError: if it is proven that no schedule fits; names the floor.
         OverBudgetError: if a heuristic's best schedule does not fit; names its peak.
-        PlanError: if `plan` was made for another graph.
+        PlanError: if `plan` was made for another graph, or is given with a budget or a strategy.
         BudgetError: if both `budget` and `max_overhead` are given, or one is no such amount.
     """
     if tf.executing_eagerly():

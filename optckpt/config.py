@@ -77,6 +77,12 @@ def _check_cache(value: Any) -> Any:
     return value
 
 
+def _check_calibrate(value: Any) -> Any:
+    if not isinstance(value, bool) and value != "seen":
+        raise ValueError(f"expected true, false or seen, got {value!r}")
+    return value
+
+
 def _check_size(value: Any) -> Any:
     if value is None:
         return None
@@ -143,6 +149,11 @@ Cache = Annotated[
     Any,
     BeforeValidator(_check_cache),
     WithJsonSchema({"anyOf": [{"type": "boolean"}, {"type": "string"}]}),
+]
+CalibrateValue = Annotated[
+    Any,
+    BeforeValidator(_check_calibrate),
+    WithJsonSchema({"anyOf": [{"type": "boolean"}, {"const": "seen"}]}),
 ]
 InputShapes = Annotated[
     Any,
@@ -265,7 +276,7 @@ class MemoryConfig(Section):
             "where the budget would not be met otherwise."
         ),
     )
-    calibrate: Calibrate = Field(
+    calibrate: CalibrateValue = Field(
         default="seen",
         description=(
             "true: measure the first training steps and plan again, at most a few times, if the "
@@ -278,7 +289,8 @@ class MemoryConfig(Section):
         default=None,
         description=(
             "Buffers smaller than this are not charged (bytes, or a size such as 16KiB). null: "
-            "what the device's allocator does not count (on a CPU, blocks under 256KiB)."
+            "what the device's allocator does not count (on a CPU, blocks under 256KiB), unless "
+            "that is more than half of the plain step: then all are charged."
         ),
     )
     chain_from: Size = Field(

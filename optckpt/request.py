@@ -48,9 +48,14 @@ class Request:
 
         Raises:
             OptckptError: if one of them is not what it should be; of its subclasses ConfigError,
-                BudgetError and PlanError where they apply.
+                BudgetError and PlanError (also for a plan beside arguments for making one) where
+                they apply.
         """
         settings = find_config(config)
+        if plan is not None:
+            _check_alone(
+                budget=budget, max_overhead=max_overhead, strategy=strategy, checkpoints=checkpoints
+            )
         if checkpoints is None and strategy is None:
             checkpoints = settings.checkpoints
         default = settings.strategy if strategy is None else strategy
@@ -61,7 +66,7 @@ class Request:
                 f"on_plan= takes a function to be called with the plan, got {shown(on_plan)}"
             )
         check_price(budget, max_overhead)
-        if budget is None and max_overhead is None:
+        if budget is None and max_overhead is None and plan is None:
             budget = settings.budget
         if isinstance(plan, str | Path):
             plan = Plan.load(plan)
@@ -86,7 +91,8 @@ def calibrated(calibrate: Calibrate | None, request: Request) -> Calibrate:
     """Whether a step is to be calibrated: as the argument says, or else the configuration.
 
     Raises:
-        OptckptError: if the argument is none of these, or several devices have budgets.
+        OptckptError: if the argument is none of these, or it is True and several devices have
+            budgets or a plan is given.
     """
     if not (calibrate is None or isinstance(calibrate, bool) or calibrate == "seen"):
         raise OptckptError(
@@ -94,8 +100,13 @@ def calibrated(calibrate: Calibrate | None, request: Request) -> Calibrate:
             f"{shown(calibrate)}"
         )
     wanted = request.settings.memory.calibrate if calibrate is None else calibrate
+    if calibrate is True and request.plan is not None:
+        raise OptckptError(
+            "calibrate=True makes a new plan where the step exceeds its budget, plan= is applied "
+            "as it is: leave out one of them"
+        )
     several = isinstance(request.budget, DeviceBudgets) and len(request.budget.by_device) > 1
-    if wanted == "seen" and (several or request.plan is not None):
+    if request.plan is not None or (wanted == "seen" and several):
         return False
     if wanted and several:
         raise OptckptError(
@@ -103,6 +114,16 @@ def calibrated(calibrate: Calibrate | None, request: Request) -> Calibrate:
             "calibrate=False and a larger memory.margin"
         )
     return wanted
+
+
+def _check_alone(**given: Any) -> None:
+    """Raise PlanError for an argument that says what plan to make, beside one that is made."""
+    for name, value in given.items():
+        if value is not None:
+            raise PlanError(
+                f"plan= applies a plan as it was made, with its own budget, and {name}= asks for "
+                f"one to be made: leave out {name}= or plan="
+            )
 
 
 def _checkpoint_strategy(checkpoints: Checkpoints | None) -> str | None:

@@ -12,7 +12,7 @@ import tensorflow as tf
 import optckpt
 from optckpt import calibration
 from optckpt.config import Config
-from optckpt.errors import BudgetError
+from optckpt.errors import BudgetError, OptckptError
 from optckpt.schedule import Plan
 
 pytestmark = pytest.mark.usefixtures("grappler_off")
@@ -171,6 +171,8 @@ def test_a_plan_that_is_given_is_not_made_again(caplog):
         step(x)
     assert step.last_plan.schedule == made.last_plan.schedule
     assert "planned again" not in caplog.text
+    with pytest.raises(OptckptError, match="leave out one of them"):
+        optckpt.value_and_gradients(hungry, ws, plan=made.last_plan, calibrate=True)
 
 
 def test_no_warning_of_peaks_that_the_step_did_not_reach(caplog):

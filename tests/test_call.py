@@ -351,6 +351,10 @@ class TestRefusals:
             ({"checkpoints": "everything"}, "unknown checkpoints='everything'"),
             ({"plan": {}}, "plan= takes a Plan or the path of one, got dict"),
             ({"plan": "none.json"}, "cannot read the plan none.json"),
+            ({"plan": "none.json", "budget": 1000}, "leave out budget= or plan="),
+            ({"plan": "none.json", "max_overhead": 0.1}, "leave out max_overhead= or plan="),
+            ({"plan": "none.json", "strategy": "sqrt_n"}, "leave out strategy= or plan="),
+            ({"plan": "none.json", "checkpoints": "memory"}, "leave out checkpoints= or plan="),
             ({"config": "none.yaml"}, "cannot read the configuration none.yaml"),
         ],
     )

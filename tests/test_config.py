@@ -142,6 +142,10 @@ def test_dumped_configuration_reads_back():
             "x.yaml:4: solver.time_limt: unknown key; did you mean 'time_limit'?",
         ),
         (
+            "memory: {calibrate: sometimes}\n",
+            "x.yaml:1: memory.calibrate: expected true, false or seen, got 'sometimes'",
+        ),
+        (
             "solver: {zzz: 1}\n",
             "x.yaml:1: solver.zzz: unknown key; known: time_limit, gap, seed, threads",
         ),

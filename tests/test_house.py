@@ -102,7 +102,8 @@ assert not heavy, heavy
 from optckpt import make_plan
 import optckpt.simulate
 assert callable(optckpt.simulate) and callable(make_plan) and optckpt.make_plan is make_plan
-assert set(optckpt._LATE) < set(optckpt.__all__)
+assert {*optckpt._LATE, *optckpt._MODULES} < set(optckpt.__all__)
+assert callable(optckpt.sizes.at) and callable(optckpt.keras.apply)
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
