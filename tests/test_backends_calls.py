@@ -91,7 +91,8 @@ def test_the_chain_waits_for_all_that_a_loop_does(following: str) -> None:
 
     graph = step.get_concrete_function(tf.TensorSpec((4 * SIDE, SIDE))).graph
     forward, _ = [op for op in graph.get_operations() if op.type in ("While", "StatelessWhile")]
-    first = next(c for t in forward.outputs for c in t.consumers() if c.type in ("MatMul", "Tanh"))
+    readers = {c for t in forward.outputs for c in t.consumers() if c.type in ("MatMul", "Tanh")}
+    first = min(readers, key=lambda op: op._id)
     after = first.outputs[0].consumers()
     waiting = [op for op in (first, *after) if forward in op.control_inputs]
     assert [op.type for op in waiting] == ["Tanh"]

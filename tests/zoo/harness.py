@@ -27,6 +27,7 @@ from tf_support import counted
 
 import optckpt
 from optckpt.config import Config, MemoryConfig
+from optckpt.errors import InfeasibleBudgetError
 from optckpt.frontends.tf_ops import MARK
 from optckpt.schedule import Plan
 
@@ -318,8 +319,11 @@ def check(row: Row) -> Budgeted:
     # Nothing orders the plain step's operations, so that its peak differs from step to step.
     plain = min(peaks) - before
     way = Budgeted(_free_memory() + round(row.share * plain), row.margin)
-    with _no_warnings():
-        got_outputs, got_state, got_peaks = _run(row, way)
+    try:
+        with _no_warnings():
+            got_outputs, got_state, got_peaks = _run(row, way)
+    except InfeasibleBudgetError as error:
+        raise PeakError(f"the plain steps peaked at {peaks}: {error}") from error
 
     _assert_same("outputs", got_outputs, outputs, row.tolerance)
     _assert_same("state", got_state, state, row.tolerance)

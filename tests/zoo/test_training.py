@@ -144,7 +144,7 @@ def train_on_batch(way: Way) -> Trial:
     return Trial(run, lambda: everything_of(model))
 
 
-@zoo.row("GradientTape", "next(iterator) inside the step", 0.7)
+@zoo.row("GradientTape", "next(iterator) inside the step", 0.75)
 def dataset_iterator(way: Way) -> Trial:
     ws, seen = squares(6), tf.Variable(0, trainable=False)
     data = tf.data.Dataset.from_tensor_slices(X).batch(BATCH, drop_remainder=True).repeat()
