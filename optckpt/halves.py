@@ -13,9 +13,10 @@ import tensorflow as tf
 from tensorflow.python.eager import record
 from tensorflow.python.framework import ops
 from tensorflow.python.framework.auto_control_deps import op_is_stateful
-from tensorflow.python.ops import handle_data_util, resource_variable_ops
+from tensorflow.python.ops import default_gradient, handle_data_util, resource_variable_ops
 
 from optckpt.errors import CaptureError
+from optckpt.step import is_pushed_forward
 
 
 @dataclass(eq=False)
@@ -40,22 +41,30 @@ class Trace:
 class Halves:
     """A part that can be called."""
 
+    name: str
+    """Of the function, for messages."""
     trace: Trace
     forward: Any
-    """Arguments -> results and what is kept."""
+    """Arguments, captures -> results and what is kept."""
     backward: Any
-    """Arguments, what is kept, slopes -> components of the gradients."""
+    """Arguments, captures, what is kept, slopes -> components of the gradients."""
 
 
 def call_halves(halves: Halves, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """The results of the function for these arguments; differentiated by the second half."""
+    """The results of the function for these arguments; differentiated by the second half.
+
+    Raises:
+        CaptureError: within a tf.autodiff.ForwardAccumulator, and if second derivatives are taken.
+    """
     trace = halves.trace
+    captured = _captures_here(trace.graph)
+    _refuse_forward_mode(halves.name, [*tensors, *captured, *(v.handle for v in trace.variables)])
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def call(*given: tf.Tensor) -> Any:
         # The halves are not to be differentiated: that would keep all that they compute.
         with record.stop_recording():
-            outputs = halves.forward(*given)
+            outputs = halves.forward(*given, *captured)
         results, kept = outputs[: len(trace.results)], outputs[len(trace.results) :]
         for v in trace.variables:
             resource_variable_ops.variable_accessed(v)
@@ -66,7 +75,8 @@ def call_halves(halves: Halves, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]
                 for y, s in zip(results, slopes, strict=True)
                 if is_differentiable(y)
             ]
-            gradients = _packed(trace.gradients, halves.backward(*given, *kept, *mine))
+            components = _call_backward(halves, (*given, *captured), kept, mine)
+            gradients = _packed(trace.gradients, components)
             of_arguments = gradients[: len(given)]
             if variables is None:
                 return of_arguments
@@ -79,6 +89,77 @@ def call_halves(halves: Halves, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]
     return found
 
 
+def _call_backward(
+    halves: Halves,
+    inputs: Sequence[tf.Tensor],
+    kept: Sequence[tf.Tensor],
+    slopes: Sequence[tf.Tensor],
+) -> list[tf.Tensor]:
+    """The components of the gradients, which cannot be differentiated: what is kept would be taken
+    for constants."""
+    _refuse_forward_mode(halves.name, [*inputs, *slopes])
+    here = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+
+    # Variables are among the inputs, by their handles: tapes know of them.
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def once(*given: tf.Tensor) -> Any:
+        with record.stop_recording():
+            found = halves.backward(*given[: len(inputs)], *kept, *given[len(inputs) :])
+
+        def again(*slopes: Any) -> Any:
+            if here is None or tf.compat.v1.get_default_graph() is here:
+                raise CaptureError(_no_second_derivatives(halves.name))
+            return _zeros_unless_asked(halves.name, given, slopes)
+
+        return found, again
+
+    return list(once(*inputs, *slopes)) if components(halves.trace.gradients) else []
+
+
+def _zeros_unless_asked(name: str, inputs: Iterable[tf.Tensor], slopes: Iterable[Any]) -> list[Any]:
+    """Second derivatives for slopes that are all zero, or a step that fails.
+
+    TensorFlow differentiates a function in advance if some tape records a call of it. Whether
+    anybody asks for second derivatives shows when the step runs.
+    """
+    asked = [
+        tf.reduce_any(tf.not_equal(s, 0))
+        for s in tf.nest.flatten(list(slopes), expand_composites=True)
+        if s is not None and is_differentiable(s)
+    ]
+    check = tf.debugging.Assert(
+        tf.logical_not(tf.reduce_any(tf.stack(asked))), [_no_second_derivatives(name)]
+    )
+    with tf.control_dependencies([check]):
+        return [
+            tf.identity(default_gradient.zeros_like(t)) if _has_gradient(t) else None
+            for t in inputs
+        ]
+
+
+def _has_gradient(tensor: tf.Tensor) -> bool:
+    """Whether gradients flow to it, or to the variable of which it is the handle."""
+    dtype = default_gradient.shape_and_dtype(tensor)[1]
+    return bool(dtype.is_floating or dtype.is_complex)
+
+
+def _no_second_derivatives(name: str) -> str:
+    return (
+        f"{name!r} has a budget of its own, and second derivatives of such a part are not "
+        "available: leave out the decorator optckpt.budgeted, and for a budget take the gradients "
+        "of the whole step with optckpt.gradients, optckpt.GradientTape or in optckpt.whole_step"
+    )
+
+
+def _refuse_forward_mode(name: str, tensors: Sequence[tf.Tensor]) -> None:
+    if is_pushed_forward(tensors):
+        raise CaptureError(
+            f"{name!r} has a budget of its own and is used within a tf.autodiff.ForwardAccumulator,"
+            " whose products are not available for such a part: leave out the decorator "
+            "optckpt.budgeted, and put optckpt.whole_step around the accumulator for a budget"
+        )
+
+
 def cut(trace: Trace, name: str) -> Halves:
     """The two halves of a rewritten trace, as functions; `name`: of the function, for messages.
 
@@ -86,8 +167,8 @@ def cut(trace: Trace, name: str) -> Halves:
         CaptureError: if something of the backward pass comes before the results.
     """
     index = {op: i for i, op in enumerate(trace.graph.get_operations())}
-    before = list(index)[: trace.begin_backward]
-    roots = [t.op for t in trace.results] + [op for op in before if _has_effect(op)]
+    forward_operations = list(index)[: trace.begin_backward]
+    roots = [t.op for t in trace.results] + [op for op in forward_operations if _has_effect(op)]
     first = _closure(roots, set(), index)
     for t in trace.slopes:
         if t.op in first:
@@ -97,24 +178,28 @@ def cut(trace: Trace, name: str) -> Halves:
             )
     gradients = components(trace.gradients)
     roots = [g.op for g in gradients]
-    roots += [op for op in index if _has_effect(op) and op not in first and op not in before]
+    earlier = set(forward_operations)
+    roots += [op for op in index if _has_effect(op) and op not in first and op not in earlier]
     second = _closure(roots, set(first), index)
     # Constants are not worth keeping.
-    there = {id(t) for t in (*trace.arguments, *trace.slopes, *_captured(trace.graph))}
+    captured = [inner for _, inner in trace.graph.captures]
+    there = {id(t) for t in (*trace.arguments, *trace.slopes, *captured)}
     read = {id(t): t for op in second for t in op.inputs if t.op in first}
     read |= {id(t): t for t in gradients if t.op in first}
     constants = {t.op for t in read.values() if t.op.type == "Const"}
     kept = [t for t in read.values() if t.op not in constants and id(t) not in there]
     rest = [*constants, *second]
 
+    before = (*trace.arguments, *captured)
+    after = (*before, *kept, *trace.slopes)
+
     def forward(*given: tf.Tensor) -> list[tf.Tensor]:
-        known = _inputs(trace.graph, trace.arguments, given)
+        known = _inputs(before, given)
         _copy(first, known, trace.graph)
         return [known[id(t)] for t in (*trace.results, *kept)]
 
     def backward(*given: tf.Tensor) -> list[tf.Tensor]:
-        inputs = (*trace.arguments, *kept, *trace.slopes)
-        known = _inputs(trace.graph, inputs, given)
+        known = _inputs(after, given)
         _copy(rest, known, trace.graph)
         return [known[id(t)] for t in gradients]
 
@@ -124,11 +209,7 @@ def cut(trace: Trace, name: str) -> Halves:
         made = tf.function(half, autograph=False, experimental_attributes=alone)
         return made.get_concrete_function(*(tf.TensorSpec(t.shape, t.dtype) for t in inputs))
 
-    return Halves(
-        trace,
-        function(forward, trace.arguments),
-        function(backward, (*trace.arguments, *kept, *trace.slopes)),
-    )
+    return Halves(name, trace, function(forward, before), function(backward, after))
 
 
 def _closure(
@@ -150,17 +231,24 @@ def _closure(
     return order
 
 
-def _captured(graph: tf.Graph) -> list[tf.Tensor]:
-    return [inner for _, inner in graph.captures]
+def _captures_here(source: tf.Graph) -> list[tf.Tensor]:
+    """What `source` captures, as tensors of the graph that is being traced.
 
-
-def _inputs(
-    source: tf.Graph, inputs: Sequence[tf.Tensor], given: Sequence[tf.Tensor]
-) -> dict[int, tf.Tensor]:
-    """id(tensor of `source`) -> what stands for it in the graph that is being traced."""
+    The second half is given these very tensors: the gradients of a branch or a loop take what they
+    need from its forward pass, and from nowhere else.
+    """
+    outer = [t for t, _ in source.captures]
+    if tf.executing_eagerly():
+        return outer
     graph = tf.compat.v1.get_default_graph()
-    known = {id(inner): graph.capture(outer) for outer, inner in source.captures}
-    return known | {id(t): g for t, g in zip(inputs, given, strict=True)}
+    return [graph.capture(t) if hasattr(graph, "capture") else t for t in outer]
+
+
+def _inputs(inputs: Sequence[tf.Tensor], given: Sequence[tf.Tensor]) -> dict[int, tf.Tensor]:
+    """id(tensor of the trace) -> what stands for it in the graph that is being traced."""
+    for t, g in zip(inputs, given, strict=True):
+        handle_data_util.copy_handle_data(t, g)
+    return {id(t): g for t, g in zip(inputs, given, strict=True)}
 
 
 def _copy(

@@ -69,8 +69,9 @@ def budgeted(
     a model is built) nothing is planned yet. Its arguments and results are tensors, or structures
     of them; anything else among the arguments is a constant. Gradients flow to its arguments and to
     the trainable variables it uses, those among its arguments included; not to tensors it takes
-    from the code around it. Second derivatives are those of the rewritten backward pass, within no
-    budget.
+    from the code around it. Second derivatives are refused when they are taken (where TensorFlow
+    finds that out only as a step runs, by a tf.errors.InvalidArgumentError that says the same), and
+    so is a `tf.autodiff.ForwardAccumulator`: the ways in for a whole step have both.
 
     Args:
         budget: bytes, a size, or a share of what the part needs when it is not rewritten.
@@ -79,7 +80,8 @@ def budgeted(
     Raises:
         OptckptError: if an argument is not what it should be. The function raises what
             `optckpt.gradients` raises, when it is traced, and CaptureError if it returns something
-            else than tensors or takes a tensor from a tf.function around it.
+            else than tensors, takes a tensor from a tf.function around it, or is used within a
+            ForwardAccumulator. Second derivatives raise CaptureError.
     """
     if callable(budget):
         raise BudgetError(

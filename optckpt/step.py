@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,7 +49,7 @@ def plan_gradients(ys: Any, gradients: Any, request: Request) -> None:
         return
     scope = _scope_of(tensors[0].graph)
     if scope is None:
-        if _is_pushed_forward(tensors):
+        if is_pushed_forward(tensors):
             raise CaptureError(
                 "gradients are taken within a tf.autodiff.ForwardAccumulator, whose products are "
                 "computed beside them and would keep in memory what the plan gives up: put "
@@ -107,7 +107,7 @@ class WholeStep:
         """Note that `gradients` of `ys` are part of the step."""
         self.ys += _losses(ys)
         self.gradients += _tensors(gradients)
-        self.is_pushed_forward |= _is_pushed_forward(_tensors(gradients))
+        self.is_pushed_forward |= is_pushed_forward(_tensors(gradients))
 
     def keep(self, tensors: Any) -> None:
         """Note that `tensors` (a nested structure) will be used after the step: returned, say."""
@@ -310,9 +310,9 @@ def _notice(ys: Any, result: Any) -> None:
         scope.elsewhere.append(graph.name)
 
 
-def _is_pushed_forward(gradients: list[tf.Tensor]) -> bool:
-    """Whether a tf.autodiff.ForwardAccumulator is differentiating the gradients."""
-    return any(forwardprop_util.pack_tangents(gradients).indices)
+def is_pushed_forward(tensors: Sequence[tf.Tensor]) -> bool:
+    """Whether a tf.autodiff.ForwardAccumulator is differentiating any of the tensors."""
+    return any(forwardprop_util.pack_tangents(list(tensors)).indices)
 
 
 def _losses(ys: Any) -> list[tf.Tensor]:

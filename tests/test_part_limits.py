@@ -1,0 +1,160 @@
+"""Where parts with a budget of their own have an end: second derivatives, forward mode, XLA."""
+
+from __future__ import annotations
+
+import pytest
+import tensorflow as tf
+
+import optckpt
+from optckpt.errors import CaptureError
+from tests.test_part import QUICK, X, same, stack, weights
+
+pytestmark = pytest.mark.usefixtures("grappler_off")
+
+SECOND = r"fn.* has a budget of its own, and second derivatives.*not available.*optckpt\.gradients"
+SMALL = X[:64]
+
+
+def part_of(ws):
+    def fn(x):
+        return stack(x, ws)
+
+    return optckpt.budgeted(strategy="store_all", config=QUICK)(fn)
+
+
+def penalty(part, x, outer_sources, inner_source):
+    """A gradient penalty, as of WGAN-GP."""
+    with tf.GradientTape() as outer:
+        outer.watch(x)
+        with tf.GradientTape() as inner:
+            inner.watch(x)
+            loss = tf.reduce_sum(part(x) ** 2)
+        slope = inner.gradient(loss, inner_source)
+        value = tf.reduce_sum(slope**2)
+    return outer.gradient(value, outer_sources)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+class TestSecondDerivatives:
+    @pytest.mark.parametrize("outer", ["x", "w"])
+    @pytest.mark.parametrize("inner", ["x", "w"])
+    def test_are_refused(self, graph, outer, inner):
+        ws = weights(2)
+        part = part_of(ws)
+
+        def step(x):
+            of = {"x": x, "w": ws[0]}
+            return penalty(part, x, of[outer], of[inner])
+
+        with pytest.raises(CaptureError, match=SECOND):
+            (tf.function(step) if graph else step)(SMALL)
+
+    def test_by_a_function_that_took_the_first(self, graph):
+        """In a graph TensorFlow differentiates such a function before anybody asks."""
+        ws = weights(2)
+        part = part_of(ws)
+
+        def first(x):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                loss = tf.reduce_sum(part(x) ** 2)
+            return loss, tape.gradient(loss, x)
+
+        step = tf.function(first) if graph else first
+        with tf.GradientTape(persistent=True) as tape:
+            loss, slope = step(SMALL)
+            other = tf.reduce_sum(slope**2)
+        same(tape.gradient(loss, ws), gradient(lambda x: stack(x, ws), SMALL, ws))
+        with pytest.raises((CaptureError, tf.errors.InvalidArgumentError), match=SECOND):
+            tape.gradient(other, ws)
+
+    def test_tapes_that_ask_for_none(self, graph):
+        ws = weights(2)
+        other = tf.Variable(2.0)
+        part = part_of(ws)
+
+        def step(x):
+            with tf.GradientTape(persistent=True) as outer:
+                outer.watch(x)
+                with tf.GradientTape(persistent=True) as inner:
+                    inner.watch(x)
+                    loss = tf.reduce_sum(part(part(x)) ** 2)
+                slopes = inner.gradient(loss, [x, *ws])
+                again = inner.gradient(loss, ws)
+                beside = loss * other + other**2
+            return slopes, again, outer.gradient(beside, [other, *ws])
+
+        slopes, again, of_beside = (tf.function(step) if graph else step)(SMALL)
+        expected = gradient(lambda x: stack(stack(x, ws), ws), SMALL, ws)
+        same(again, expected)
+        same(slopes[1:], expected)
+        same(of_beside[1:], [2 * g for g in expected])
+
+    def test_jacobian_and_parts_in_parts(self, graph):
+        ws = weights(3)
+        inside = part_of(ws[:2])
+        part = optckpt.budgeted(strategy="store_all", config=QUICK)(
+            lambda x: stack(inside(x), ws[2:])
+        )
+
+        def jacobian(fn):
+            def step(x):
+                with tf.GradientTape() as tape:
+                    rows = tf.reduce_sum(fn(x), 0)[:3]
+                return tape.jacobian(rows, ws[0])
+
+            return (tf.function(step) if graph else step)(SMALL)
+
+        expected = jacobian(tf.function(lambda x: stack(x, ws)))
+        tf.debugging.assert_near(jacobian(part), expected, rtol=1e-4, atol=1e-5)
+
+
+def gradient(fn, x, sources):
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(fn(x) ** 2)
+        return tape.gradient(loss, sources)
+
+    return tf.function(step)(x)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("of", ["x", "w"])
+def test_forward_mode_is_refused(graph, of):
+    ws = weights(2)
+    part = part_of(ws)
+    part(SMALL)
+
+    def step(x):
+        primal = {"x": x, "w": ws[0]}[of]
+        with tf.autodiff.ForwardAccumulator(primal, tf.ones_like(primal)) as forward:
+            y = part(x)
+        return forward.jvp(y)
+
+    with pytest.raises(CaptureError, match=r"'fn' has a budget.*ForwardAccumulator"):
+        (tf.function(step) if graph else step)(SMALL)
+
+
+@pytest.mark.parametrize("kind", ["cond", "while", "map"])
+def test_in_branches_and_loops(kind):
+    ws = weights(2)
+
+    def step(fn):
+        @tf.function
+        def run(x):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                if kind == "cond":
+                    y = tf.cond(tf.reduce_sum(x) > 0, lambda: fn(x), lambda: fn(x) * 2.0 + x)
+                elif kind == "while":
+                    y = x
+                    for _ in tf.range(3):
+                        y = fn(y)
+                else:
+                    y = tf.map_fn(fn, tf.reshape(x, (4, 16, 64)))
+                loss = tf.reduce_sum(y**2)
+            return loss, tape.gradient(loss, [x, *ws])
+
+        return run(SMALL)
+
+    same(step(part_of(ws)), step(tf.function(lambda x: stack(x, ws))))
