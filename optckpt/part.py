@@ -8,7 +8,6 @@ that the second reads are what the part keeps in between; the plan has chosen th
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import wraps
@@ -34,6 +33,9 @@ from optckpt.solvers.registry import Strategy
 from optckpt.xla import refuse_xla
 
 Decorated = Callable[..., Any]
+
+_PARTS = "_optckpt_parts"
+"""Attribute of a tf.Graph in which parts are called: {part: {key of its arguments: halves}}."""
 
 
 def budgeted(
@@ -122,10 +124,6 @@ class _Part:
         self._name = getattr(fn, "__name__", "part")
         self._request = request
         self._eager: dict[Any, Halves] = {}
-        # What is traced inside of a graph may have to do with that graph.
-        self._in_graphs: weakref.WeakKeyDictionary[tf.Graph, dict[Any, Halves]] = (
-            weakref.WeakKeyDictionary()
-        )
 
     def __call__(self, args: Any, kwargs: Any) -> Any:
         if _is_symbolic():
@@ -145,9 +143,7 @@ class _Part:
                     f"{self._name!r} has a budget of its own and takes tensors; it was given a "
                     f"{type(t).__name__}: pass the tensors that it consists of"
                 )
-        known = self._eager
-        if not tf.executing_eagerly():
-            known = self._in_graphs.setdefault(tf.compat.v1.get_default_graph(), {})
+        known = self._known()
         key = _key((args, kwargs), leaves, places)
         halves = known.get(key)
         if halves is None:
@@ -162,6 +158,16 @@ class _Part:
             halves = known[key] = self._halves(with_tensors, tensors)
         results = call_halves(halves, tensors)
         return tf.nest.pack_sequence_as(halves.trace.structure, results)
+
+    def _known(self) -> dict[Any, Halves]:
+        """What has been planned of this part where it is called."""
+        if tf.executing_eagerly():
+            return self._eager
+        # What is traced inside of a graph may have to do with that graph, and ends with it.
+        graph = tf.compat.v1.get_default_graph()
+        parts: dict[_Part, dict[Any, Halves]] = getattr(graph, _PARTS, {})
+        setattr(graph, _PARTS, parts)
+        return parts.setdefault(self, {})
 
     def _halves(self, fn: Decorated, tensors: Sequence[tf.Tensor]) -> Halves:
         traces: list[Trace] = []
@@ -222,6 +228,7 @@ class _Part:
             shapes=of_inputs(trace.graph, settings),
         )
         graph = replace(pipeline.measure(found, settings), resident=found.graph.resident)
+        graph = _reading_once(found, graph)
         before = set(trace.graph.get_operations()[: trace.begin_backward])
         backward = frozenset(u for u, unit in enumerate(found.units) if not before.issuperset(unit))
         plan = self._planned(found, graph, backward)
@@ -258,6 +265,18 @@ class _Part:
                     "the tf.function around it, to which no gradient would flow: pass it as an "
                     "argument"
                 )
+
+
+def _reading_once(found: Capture, graph: TrainingGraph) -> TrainingGraph:
+    """`graph` without executions that read variables again: by the backward pass these may have
+    been assigned, outside of the part."""
+    operations = [
+        replace(op, repeatable=False, repeat_before=())
+        if any(t.dtype == tf.resource for o in unit for t in o.inputs)
+        else op
+        for op, unit in zip(graph.operations, found.units, strict=True)
+    ]
+    return replace(graph, operations=tuple(operations))
 
 
 # --- Tensors -----------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ import tensorflow as tf
 
 import optckpt
 from optckpt.errors import CaptureError
+from optckpt.schedule import Certificate, Schedule, Solution
+from optckpt.simulate import simulate
 from tests.test_part import QUICK, X, same, stack, weights
 
 pytestmark = pytest.mark.usefixtures("grappler_off")
@@ -158,3 +160,58 @@ def test_in_branches_and_loops(kind):
         return run(SMALL)
 
     same(step(part_of(ws)), step(tf.function(lambda x: stack(x, ws))))
+
+
+@pytest.mark.parametrize("kind", ["call", "cond", "while"])
+def test_a_variable_assigned_between_the_passes(kind):
+    """What reads it by its handle is executed once: a plan that makes all again leaves it out."""
+    ws = weights(3)
+    v = tf.Variable(ws[0])
+    plans = []
+
+    def fn(x):
+        if kind == "call":
+            y = tf.function(lambda y: tf.tanh(y @ v))(x)
+        elif kind == "cond":
+            y = tf.cond(tf.reduce_sum(x) < 1e9, lambda: tf.tanh(x @ v), lambda: x)
+        else:
+            y = tf.while_loop(
+                lambda i, _: i < 3, lambda i, y: (i + 1, tf.tanh(y @ v)), (0, x), None, 1
+            )[1]
+        for w in ws:
+            y = tf.sin(y @ w) * y
+        return y
+
+    def step(part):
+        @tf.function
+        def run(x):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(part(x) ** 2)
+            v.assign(v * -0.5)
+            return tape.gradient(loss, [v, *ws])
+
+        v.assign(ws[0])
+        return run(SMALL)
+
+    part = optckpt.budgeted(strategy=everything_again, config=QUICK, on_plan=plans.append)(fn)
+    same(step(part), step(tf.function(fn)))
+    assert len(plans[0].schedule) > len(set(plans[0].schedule.executions))
+
+
+def everything_again(graph, budget, options):
+    """A strategy that makes all that may be made again before each backward operation."""
+    sequence = []
+    for o, op in enumerate(graph.operations):
+        if not op.forward:
+            sequence += [
+                p
+                for p in range(o)
+                if graph.operations[p].repeatable and graph.operations[p].forward
+            ]
+        sequence.append(o)
+    schedule = Schedule(tuple(sequence))
+    cost = simulate(graph, schedule).overhead
+    return Solution(
+        schedule,
+        Certificate(solver="again", status="feasible", cost=cost, bound=0.0, seconds=0.0),
+    )
