@@ -15,6 +15,7 @@ from tensorflow.python.framework import ops
 from tensorflow.python.framework.auto_control_deps import op_is_stateful
 from tensorflow.python.ops import default_gradient, handle_data_util, resource_variable_ops
 
+from optckpt.backends.xla_guards import bar_xla
 from optckpt.errors import CaptureError
 from optckpt.step import is_pushed_forward
 
@@ -196,6 +197,7 @@ def cut(trace: Trace, name: str) -> Halves:
     def forward(*given: tf.Tensor) -> list[tf.Tensor]:
         known = _inputs(before, given)
         _copy(first, known, trace.graph)
+        bar_xla(tf.compat.v1.get_default_graph(), "optckpt")
         return [known[id(t)] for t in (*trace.results, *kept)]
 
     def backward(*given: tf.Tensor) -> list[tf.Tensor]:

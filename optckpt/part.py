@@ -30,7 +30,7 @@ from optckpt.request import Checkpoints, Request
 from optckpt.schedule import Plan
 from optckpt.sizes import of_inputs
 from optckpt.solvers.registry import Strategy
-from optckpt.xla import refuse_xla
+from optckpt.xla import is_compiled, refuse_xla
 
 Decorated = Callable[..., Any]
 
@@ -83,7 +83,7 @@ def budgeted(
         OptckptError: if an argument is not what it should be. The function raises what
             `optckpt.gradients` raises, when it is traced, and CaptureError if it returns something
             else than tensors, takes a tensor from a tf.function around it, or is used within a
-            ForwardAccumulator. Second derivatives raise CaptureError.
+            ForwardAccumulator or a function that XLA compiles. Second derivatives raise it, too.
     """
     if callable(budget):
         raise BudgetError(
@@ -129,6 +129,7 @@ class _Part:
         if _is_symbolic():
             return self._fn(*args, **kwargs)
         refuse_xla()
+        self._refuse_compiled()
         leaves = [
             tf.convert_to_tensor(leaf) if _is_array(leaf) else leaf
             for leaf in tf.nest.flatten((args, kwargs))
@@ -158,6 +159,15 @@ class _Part:
             halves = known[key] = self._halves(with_tensors, tensors)
         results = call_halves(halves, tensors)
         return tf.nest.pack_sequence_as(halves.trace.structure, results)
+
+    def _refuse_compiled(self) -> None:
+        if not tf.executing_eagerly() and is_compiled(tf.compat.v1.get_default_graph()):
+            raise CaptureError(
+                f"{self._name!r} has a budget of its own and is called in a function that XLA "
+                "compiles (jit_compile=True), which merges the part with the rest and keeps no "
+                "budget of it: take the gradients of the whole step with optckpt.gradients or "
+                "optckpt.GradientTape instead of optckpt.budgeted, or compile without XLA"
+            )
 
     def _known(self) -> dict[Any, Halves]:
         """What has been planned of this part where it is called."""

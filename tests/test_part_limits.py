@@ -215,3 +215,23 @@ def everything_again(graph, budget, options):
         schedule,
         Certificate(solver="again", status="feasible", cost=cost, bound=0.0, seconds=0.0),
     )
+
+
+def test_a_function_that_xla_compiles_is_refused():
+    part = part_of(weights(2))
+
+    @tf.function(jit_compile=True)
+    def compiled(x):
+        return part(x)
+
+    with pytest.raises(CaptureError, match=r"'fn' has a budget.*jit_compile=True"):
+        compiled(SMALL)
+
+
+def test_a_function_with_a_part_fails_to_be_compiled_later():
+    part = part_of(weights(2))
+    traced = tf.function(lambda x: part(x) * 1.0)
+    traced(SMALL)
+    compiled = tf.function(lambda x: traced(x) + 1.0, jit_compile=True)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="planned_without_XLA"):
+        compiled(SMALL)
