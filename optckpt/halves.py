@@ -86,8 +86,7 @@ def call_halves(halves: Halves, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]
 
         return results, grad
 
-    found: list[tf.Tensor] = list(call(*tensors))
-    return found
+    return _held_by_graph(call(*tensors))
 
 
 def _call_backward(
@@ -114,7 +113,22 @@ def _call_backward(
 
         return found, again
 
-    return list(once(*inputs, *slopes)) if components(halves.trace.gradients) else []
+    return _held_by_graph(once(*inputs, *slopes)) if components(halves.trace.gradients) else []
+
+
+def _held_by_graph(results: Iterable[tf.Tensor]) -> list[tf.Tensor]:
+    """What a tf.custom_gradient returned, with its gradient function in the graph itself.
+
+    TensorFlow has it in a registry that forgets nothing, and the function knows the graph: every
+    trace would stay in memory.
+    """
+    found = list(results)
+    if found and not tf.executing_eagerly():
+        op = found[0].op
+        name = op.get_attr("_gradient_op_type").decode()
+        op._gradient_function = ops.gradient_registry.lookup(name)
+        ops.gradient_registry._registry.pop(name)
+    return found
 
 
 def _zeros_unless_asked(name: str, inputs: Iterable[tf.Tensor], slopes: Iterable[Any]) -> list[Any]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import tensorflow as tf
 
@@ -235,3 +238,21 @@ def test_a_function_with_a_part_fails_to_be_compiled_later():
     compiled = tf.function(lambda x: traced(x) + 1.0, jit_compile=True)
     with pytest.raises(tf.errors.InvalidArgumentError, match="planned_without_XLA"):
         compiled(SMALL)
+
+
+def test_the_graph_around_a_part_ends_with_its_function():
+    ws = weights(2)
+    part = part_of(ws)
+
+    def traced():
+        @tf.function
+        def step(x):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(part(x))
+            return tape.gradient(loss, ws)
+
+        return weakref.ref(step.get_concrete_function(SMALL).graph)
+
+    graphs = [traced() for _ in range(2)]
+    gc.collect()
+    assert [graph() for graph in graphs] == [None, None]
