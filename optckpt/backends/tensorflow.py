@@ -18,7 +18,13 @@ from tensorflow.python.framework import ops
 
 from optckpt.backends.calls import wait_for_calls
 from optckpt.backends.grappler import hide_permutations, protect
-from optckpt.backends.partners import separate_partners
+from optckpt.backends.partners import (
+    has_controls,
+    identity,
+    is_rounded_between,
+    may_be_merged,
+    separate_partners,
+)
 from optckpt.backends.sums import keep_orders
 from optckpt.backends.xla_guards import bar_xla
 from optckpt.errors import RewriteError
@@ -75,9 +81,9 @@ def rewrite(capture: Capture, schedule: Schedule, *, scope: str = "optckpt") -> 
     check_can_rewrite(capture, schedule)
     edit = _plan(capture, schedule, scope)
     check_acyclic(capture, edit)
-    clones, edges = apply_edit(capture.tf_graph, edit)
+    clones, edges = apply_edit(capture.tf_graph, edit, scope)
     executed = [(op, clone.original) for op, clone in zip(clones, edit.clones, strict=True)]
-    controls = ((_made(a, clones), _made(b, clones)) for a, b in edit.controls)
+    controls = ((_made(a, clones), _waits(b, edit, clones)) for a, b in edit.controls)
     wait_for_calls(capture, controls, dict(executed))
     _empty(capture, executed)
     copies = keep_orders(capture, executed, scope)
@@ -85,7 +91,7 @@ def rewrite(capture: Capture, schedule: Schedule, *, scope: str = "optckpt") -> 
     remember(capture, chain)
     separate_partners(([_made(n, clones) for n in unit] for unit in edit.units), scope)
     hide_permutations(capture.tf_graph, chain)
-    protect([*chain, *copies])
+    protect([*chain, *copies, *(_waits(n, edit, clones) for n in edit.gated)])
     bar_xla(capture.tf_graph, scope)
     is_view = [c.is_view for c in edit.clones]
     report = RewriteReport(
@@ -156,6 +162,8 @@ class Edit:
     """The chained executions, each the nodes of a unit, in order."""
     units: list[tuple[Node, ...]] = field(default_factory=list)
     """Executions of more than one operation, which TensorFlow may merge into one."""
+    gated: set[Node] = field(default_factory=set)
+    """Executions that wait by way of an Identity of their first input, not by control edges."""
     early: set[Node] = field(default_factory=set)
     """Clones that read variables which older operations change, and that come before these."""
 
@@ -260,9 +268,10 @@ class Planner:
 
     def _chain(self, unit: tuple[tf.Operation, ...], nodes: tuple[Node, ...]) -> None:
         last = self.last
+        rounded = is_rounded_between(unit)
         if last is None:
             pass
-        elif _may_be_merged(unit) and self._reads_from(unit, last):
+        elif may_be_merged(unit, rounded) and self._reads_from(unit, last):
             # The rest of a loop's work holds memory as well, until the executor turns to it.
             if tf_ops.is_call(self._operation(last)):
                 self.unwaited.append(last)
@@ -271,12 +280,15 @@ class Planner:
             self.unwaited.clear()
             self.edit.controls.append((last, nodes[0]))
             # What oneDNN merges in the plain graph has to stay mergeable, or bits differ:
-            # equal control inputs. On Conv2D + BiasAdd, whose result does not depend on the
-            # merging, they would abort the process.
+            # equal control inputs. On Conv2D + BiasAdd they would abort the process: these get
+            # none, if the result depends on the merging.
             # Relu is merged by another pass, and never below a control edge.
-            for op, node in zip(unit[1:], nodes[1:], strict=True):
-                if op.type not in ("BiasAdd", "Relu"):
-                    self.edit.controls.append((last, node))
+            if rounded and not has_controls(unit):
+                self.edit.gated.add(nodes[0])
+            else:
+                for op, node in zip(unit[1:], nodes[1:], strict=True):
+                    if op.type not in ("BiasAdd", "Relu"):
+                        self.edit.controls.append((last, node))
         self.edit.chain.append(nodes)
         self.last = nodes[-1]
 
@@ -293,23 +305,6 @@ class Planner:
                 if _node(source) == last:
                     return True
         return False
-
-
-def _may_be_merged(unit: tuple[tf.Operation, ...]) -> bool:
-    """Whether TensorFlow may merge the operation with its neighbours, or compute it otherwise.
-
-    A control edge that says no more than a data edge still keeps the graph optimiser from moving
-    the operation, so it is left out only where a merged kernel is wanted. The oneDNN pass merges
-    whatever has the same control inputs: where the plan does not keep the two side by side, the
-    chain's edge, which no two operations have in common, prevents it.
-    """
-    op = unit[0]
-    if op.type == "Conv2D":
-        return bool(op.inputs[0].op.type != "Pad")
-    return len(unit) > 1 or op.type in _MERGED_ALONE
-
-
-_MERGED_ALONE = tf_ops.MERGED_BY_OPTIMIZER - tf_ops.words("BiasAdd Pad")
 
 
 def overrides_gradient(op: tf.Operation) -> bool:
@@ -390,7 +385,13 @@ def _made(node: Node, clones: Sequence[tf.Operation]) -> tf.Operation:
     return clones[node] if isinstance(node, int) else node
 
 
-def apply_edit(graph: tf.Graph, edit: Edit) -> tuple[list[tf.Operation], int]:
+def _waits(node: Node, edit: Edit, clones: Sequence[tf.Operation]) -> tf.Operation:
+    """The operation that has the control edges of a node of an edit that was applied."""
+    made = _made(node, clones)
+    return made.inputs[0].op if node in edit.gated else made
+
+
+def apply_edit(graph: tf.Graph, edit: Edit, scope: str) -> tuple[list[tf.Operation], int]:
     """Make the clones, redirect inputs, add control edges. Returns the clones, edges added."""
     clones: list[tf.Operation] = []
     known = changes(graph)
@@ -406,7 +407,7 @@ def apply_edit(graph: tf.Graph, edit: Edit) -> tuple[list[tf.Operation], int]:
 
     edges = 0
     for c, clone in enumerate(edit.clones):
-        control = real(before.get(c, ()))
+        control = [] if c in edit.gated else real(before.get(c, ()))
         edges += len(control)
         made = _make_clone(graph, clone, [tensor(s) for s in clone.inputs], control)
         clones.append(made)
@@ -420,7 +421,13 @@ def apply_edit(graph: tf.Graph, edit: Edit) -> tuple[list[tf.Operation], int]:
     for op, i, source in edit.moves:
         known.redirect(op, i, tensor(source))
     for node, sources in before.items():
-        if not isinstance(node, int):
+        if node in edit.gated:
+            op = _made(node, clones)
+            waits = list(dict.fromkeys(real(sources)))
+            gate = identity(op.inputs[0], op, scope, waits)
+            known.redirect(op, 0, gate)
+            edges += len(waits)
+        elif not isinstance(node, int):
             present = node.control_inputs
             new = [p for p in real(sources) if p not in present]
             if new:

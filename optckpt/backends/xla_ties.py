@@ -136,6 +136,7 @@ def plan_ties(capture: Capture, schedule: Schedule, scope: str = "optckpt") -> T
     # Ties follow the schedule as the chain of control edges does: no cycle without one there.
     check_acyclic(capture, edit)
     edit.controls.clear()
+    edit.gated.clear()
     return planner.tied
 
 
@@ -143,7 +144,7 @@ def apply_ties(
     graph: tf.Graph, tied: TiedEdit, scope: str = "optckpt"
 ) -> tuple[list[tf.Operation], int]:
     """Change `graph`. Returns the clones and how many ties were made."""
-    clones, _ = apply_edit(graph, tied.edit)
+    clones, _ = apply_edit(graph, tied.edit, scope)
     known = changes(graph)
     truths: list[tf.Tensor | None] = []
     made: dict[tuple[int, int], tf.Tensor] = {}

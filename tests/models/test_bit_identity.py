@@ -219,6 +219,39 @@ def mixed_precision() -> Network:
     return model, w, [normal(4, 12, 12, 4)], []
 
 
+def _rounded(dtype: tf.DType) -> Network:
+    """Biases are added before or after the one rounding, as oneDNN merges or not."""
+    w = [weight(3, 3, 4, 8), weight(3, 3, 8, 8, seed=1), weight(3, 3, 8, 8, seed=2)]
+    depth, volume = weight(3, 3, 8, 1, seed=3), weight(3, 3, 3, 8, 8, seed=4)
+    dense = weight(8, 8, seed=5)
+    b = [weight(8, seed=6 + i) for i in range(6)]
+
+    def model(x: tf.Tensor) -> tf.Tensor:
+        def low(v: tf.Variable) -> tf.Tensor:
+            return tf.cast(v, dtype)
+
+        h = tf.tanh(low(x))
+        h = tf.nn.relu(tf.nn.bias_add(tf.nn.conv2d(h, low(w[0]), 1, "SAME"), low(b[0])))
+        h = tf.pad(h, [[0, 0], [1, 1], [1, 1], [0, 0]])
+        h = tf.tanh(tf.nn.bias_add(tf.nn.conv2d(h, low(w[1]), 1, "VALID"), low(b[1])))
+        h = tf.nn.gelu(tf.nn.bias_add(tf.nn.conv2d(h, low(w[2]), 1, "SAME"), low(b[2])))
+        h = tf.nn.depthwise_conv2d(h, low(depth), [1] * 4, "SAME")
+        h = tf.tanh(tf.nn.bias_add(h, low(b[3])))[:, tf.newaxis]
+        h = tf.tanh(tf.nn.bias_add(tf.nn.conv3d(h, low(volume), [1] * 5, "SAME"), low(b[4])))
+        h = tf.sigmoid(tf.nn.bias_add(tf.reshape(h, [-1, 8]) @ low(dense), low(b[5])))
+        return tf.reduce_mean(tf.square(tf.cast(h, tf.float32)))
+
+    return model, [*w, depth, volume, dense, *b], [normal(4, 12, 12, 4)], []
+
+
+def bfloat16_biases() -> Network:
+    return _rounded(tf.bfloat16)
+
+
+def half_biases() -> Network:
+    return _rounded(tf.float16)
+
+
 def read_after_assign() -> Network:
     w = weight(32, 32)
     state = tf.Variable(normal(64, 32), trainable=False)
@@ -287,8 +320,8 @@ def views() -> Network:
 
 NETWORKS = [
     conv_bias_pad, frozen_pad, shared_gradient, batch_norm_fused, batch_norm_decomposed, dropout,
-    u_net, residual, embedding, several_outputs, attention, mixed_precision, read_after_assign,
-    loops_and_calls, strings, views,
+    u_net, residual, embedding, several_outputs, attention, mixed_precision, bfloat16_biases,
+    half_biases, read_after_assign, loops_and_calls, strings, views,
 ]  # fmt: skip
 
 
