@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import tensorflow as tf
+from fresh_process import PeakError
 from tf_support import counted, normal
 
 import optckpt
@@ -117,4 +118,5 @@ def test_the_peak_of_a_step_with_calls_is_as_predicted() -> None:
     peak = tf.config.experimental.get_memory_info("CPU:0")["peak"]
     (plan,) = plans
     assert len(plan.schedule) > len(set(plan.schedule.executions))
-    assert peak <= 1.03 * plan.predicted_peak
+    if peak > 1.03 * plan.predicted_peak:
+        raise PeakError(f"{peak} bytes, predicted {plan.predicted_peak}")
