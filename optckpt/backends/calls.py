@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import tensorflow as tf
-from tensorflow.python.framework import ops
 
+from optckpt.backends.identity import identity
 from optckpt.frontends import tf_ops
 from optckpt.frontends.tf_capture import Capture
-from optckpt.frontends.tf_traced import changes, next_mark
+from optckpt.frontends.tf_traced import changes
 
 _INLINED = tf_ops.words("PartitionedCall StatefulPartitionedCall")
 
@@ -42,7 +42,8 @@ def wait_for_calls(
             result = call.outputs[o]
             if id(result) not in read:
                 if id(result) not in gates:
-                    gates[id(result)] = _gate(graph, result)
+                    # It ends when the result is there, and holds it no longer.
+                    gates[id(result)] = identity(result, call, f"{call.name}/returned").op
                 waits.append(gates[id(result)])
         waits = [gate for gate in waits if gate not in after.control_inputs]
         after._add_control_inputs(waits)
@@ -56,17 +57,3 @@ def is_inlined(op: tf.Operation) -> bool:
         return False
     definition = tf_ops.function_def(op.graph, op.get_attr("f").name)
     return definition is None or not definition.attr["_noinline"].b
-
-
-def _gate(graph: tf.Graph, tensor: tf.Tensor) -> tf.Operation:
-    """An operation that ends when `tensor` is there, and holds it no longer."""
-    call = tensor.op
-    definition = tf.compat.v1.NodeDef(
-        name=graph.unique_name(f"{call.name}/returned"), op="Identity", device=call.device
-    )
-    definition.attr["T"].type = tensor.dtype.as_datatype_enum
-    definition.attr[tf_ops.MARK].s = next_mark()
-    made = ops.Operation.from_node_def(definition, graph, inputs=[tensor])
-    made._set_control_flow_context(call._get_control_flow_context())
-    changes(graph).added[made] = None
-    return made

@@ -15,11 +15,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import tensorflow as tf
-from tensorflow.core.framework import node_def_pb2
-from tensorflow.python.framework import ops
 
+from optckpt.backends.identity import identity, input_name
 from optckpt.frontends import tf_ops
-from optckpt.frontends.tf_traced import changes, next_mark
+from optckpt.frontends.tf_traced import changes
 
 
 def is_rounded_between(unit: tuple[tf.Operation, ...]) -> bool:
@@ -68,7 +67,7 @@ def separate_partners(units: Iterable[Sequence[tf.Operation]], scope: str) -> in
             continue
         shared = first.inputs[0]
         if id(shared) in seen:
-            alias = identity(shared, first, scope)
+            alias = identity(shared, first, input_name(first, scope))
             for op in unit:
                 for i, t in enumerate(op.inputs):
                     if t is shared:
@@ -76,27 +75,3 @@ def separate_partners(units: Iterable[Sequence[tf.Operation]], scope: str) -> in
             count += 1
         seen.add(id(shared))
     return count
-
-
-def identity(
-    tensor: tf.Tensor, reader: tf.Operation, scope: str, waits: Sequence[tf.Operation] = ()
-) -> tf.Tensor:
-    """The tensor by another name, for `reader`, not before the operations `waits` have ended."""
-    graph = reader.graph
-    definition = node_def_pb2.NodeDef(
-        name=graph.unique_name(f"{scope}/{reader.name.removeprefix(scope + '/')}_input"),
-        op="Identity",
-        device=reader.device,
-    )
-    definition.attr["T"].type = tensor.dtype.as_datatype_enum
-    definition.attr[tf_ops.MARK].s = next_mark()
-    made = ops.Operation.from_node_def(
-        definition, graph, inputs=[tensor], output_types=[tensor.dtype], control_inputs=list(waits)
-    )
-    context = reader._get_control_flow_context()
-    if context is not made._get_control_flow_context():
-        made._set_control_flow_context(context)
-    known = changes(graph)
-    known.added[made] = None
-    known.controls.update((p, made) for p in waits)
-    return made.outputs[0]

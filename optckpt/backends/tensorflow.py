@@ -18,9 +18,9 @@ from tensorflow.python.framework import ops
 
 from optckpt.backends.calls import wait_for_calls
 from optckpt.backends.grappler import hide_permutations, protect
+from optckpt.backends.identity import identity, input_name
 from optckpt.backends.partners import (
     has_controls,
-    identity,
     is_rounded_between,
     may_be_merged,
     separate_partners,
@@ -424,7 +424,7 @@ def apply_edit(graph: tf.Graph, edit: Edit, scope: str) -> tuple[list[tf.Operati
         if node in edit.gated:
             op = _made(node, clones)
             waits = list(dict.fromkeys(real(sources)))
-            gate = identity(op.inputs[0], op, scope, waits)
+            gate = identity(op.inputs[0], op, input_name(op, scope), waits)
             known.redirect(op, 0, gate)
             edges += len(waits)
         elif not isinstance(node, int):
