@@ -22,7 +22,8 @@ from optckpt.config import Config, find_config
 from optckpt.errors import BudgetError, InfeasibleBudgetError, OptckptError
 from optckpt.graph import TrainingGraph
 from optckpt.interruption import interruption
-from optckpt.planner import make_plan, plain_peak, widest
+from optckpt.judge import plain_peak
+from optckpt.planner import make_plan, widest
 from optckpt.report.progress import describe
 from optckpt.schedule import Plan
 from optckpt.solvers import registry

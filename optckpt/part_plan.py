@@ -16,7 +16,8 @@ from optckpt.allocator import Reporter
 from optckpt.budget import Budget, format_bytes
 from optckpt.errors import BudgetError, InfeasibleBudgetError, OverBudgetError
 from optckpt.graph import TrainingGraph
-from optckpt.planner import Repeat, check_fits, make_plan, plain_peak, sentence_of, widest
+from optckpt.judge import plain_peak
+from optckpt.planner import Repeat, check_fits, make_plan, sentence_of, widest
 from optckpt.schedule import Plan, Schedule
 from optckpt.simulate import simulate
 from optckpt.solvers.floor import Floor, proven_floor

@@ -13,8 +13,8 @@ from optckpt.allocator import Reporter
 from optckpt.budget import Budget, check_margin, check_price, format_bytes
 from optckpt.errors import BudgetError, InfeasibleBudgetError, OptckptError, OverBudgetError
 from optckpt.graph import TrainingGraph
+from optckpt.judge import Judged, judge, plain_peak
 from optckpt.schedule import Certificate, Plan, Schedule, Solution
-from optckpt.simulate import simulate
 from optckpt.solvers.floor import Floor, proven_floor
 from optckpt.solvers.frontier import least_memory
 from optckpt.solvers.registry import Order, SolveOptions, Strategy, find, solve
@@ -178,29 +178,6 @@ def which_schedules(graph: TrainingGraph, repeat: Repeat) -> str:
     if repeat == "forward":
         return "every schedule that repeats forward operations alone needs"
     return "even if backward operations are repeated, every schedule needs"
-
-
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """What a schedule needs, by the simulator and the model of the allocator."""
-
-    live: int
-    """Peak of the live bytes."""
-    reported: int
-    """Peak that the allocator reports."""
-    overhead: float
-
-
-def judge(graph: TrainingGraph, schedule: Schedule, allocator: Reporter | None) -> Judged:
-    """Judge a schedule as `make_plan` does. Raises ScheduleError if it cannot be executed."""
-    result = simulate(graph, schedule)
-    reported = 0 if allocator is None else allocator.peak(graph, schedule)
-    return Judged(result.peak, max(result.peak, reported), result.overhead)
-
-
-def plain_peak(graph: TrainingGraph, allocator: Reporter | None = None) -> int:
-    """Peak bytes of the plain step, resident included, as `make_plan` predicts it."""
-    return judge(graph, Schedule.base(graph), allocator).reported
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,6 +351,7 @@ def _adjusted(
     worth = _MUCH_SPARE if slow else _SPARE
     best: _Round | None = None
     target, tried = allowed, set[int]()
+    seen = set[Judged]()
     # No schedule is known at `low`; there is one at `high`, if any round has found one.
     low, high = floor.bytes - 1, allowed + 1
     for k in range(_ROUNDS):
@@ -413,6 +391,10 @@ def _adjusted(
             break
         if spare < 0:
             lower = target - max(-spare if k == 0 else -spare // 2, limit // 500)
+            if judged in seen:
+                # Blocks are larger than such steps: the same would be found until the last round.
+                lower = min(lower, judged.live - 1)
+            seen.add(judged)
             target = max(lower, (low + target) // 2)
         elif spare > worth * limit and target < allowed:
             target = min(allowed, target + spare * 3 // 5)
@@ -487,8 +469,7 @@ def check_fits(plan: Plan) -> Plan:
     if plan.predicted_peak > plan.budget:
         logger.warning(
             "the live tensors need %s, within the budget of %s, but the allocator hands out whole "
-            "chunks and is predicted to report %s: so close to the floor (%s) no better schedule "
-            "was found",
+            "chunks and is predicted to report %s: no better schedule was found (floor %s)",
             format_bytes(plan.live_peak),
             format_bytes(plan.budget),
             format_bytes(plan.predicted_peak),

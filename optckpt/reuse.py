@@ -21,8 +21,9 @@ from optckpt.budget import Budget, format_bytes
 from optckpt.errors import PlanError, ScheduleError
 from optckpt.graph import TrainingGraph
 from optckpt.interruption import interruption
+from optckpt.judge import Judged, judge, plain_peak
 from optckpt.plan_cache import Asked, PlanCache, StoredPlan, from_text, to_text
-from optckpt.planner import Judged, Repeat, judge, make_plan, plain_peak, widest
+from optckpt.planner import Repeat, make_plan, widest
 from optckpt.schedule import Certificate, Plan, Schedule
 from optckpt.solvers import registry
 from optckpt.solvers.floor import proven_floor

@@ -10,8 +10,9 @@ from optckpt import part_plan
 from optckpt.budget import Budget
 from optckpt.errors import InfeasibleBudgetError, OverBudgetError
 from optckpt.frontends.synthetic import residual_chain
+from optckpt.judge import plain_peak
 from optckpt.part_plan import PartProblem, kept_longer
-from optckpt.planner import make_plan, plain_peak
+from optckpt.planner import make_plan
 from optckpt.simulate import simulate
 from optckpt.solvers.floor import proven_floor
 from optckpt.solvers.registry import SolveOptions

@@ -238,6 +238,22 @@ class TestAllocator:
         assert check_fits(plan) is plan
         assert "whole chunks" in caplog.text
 
+    def test_the_next_smaller_peak_where_the_blocks_are_large(self):
+        class Wasteful:
+            is_slow = False
+
+            def peak(self, graph, schedule):
+                return simulate(graph, schedule).peak + 6 * MIB
+
+        graph = synthetic.chain(24, size=8 * MIB)
+        first = make_plan(graph, 0.8)
+        # A little more than it needs, and a little less than is reported for it.
+        budget = first.live_peak + 6 * MIB - MIB // 16
+        assert make_plan(graph, budget).live_peak == first.live_peak
+        plan = make_plan(graph, budget, allocator=Wasteful())
+        assert first.live_peak - 8 * MIB <= plan.live_peak < first.live_peak
+        assert plan.predicted_peak <= budget
+
 
 def test_max_overhead_gives_the_least_memory_at_that_price():
     graph = synthetic.residual_chain(8)

@@ -13,8 +13,8 @@ from optckpt import reuse
 from optckpt.budget import Budget
 from optckpt.frontends.synthetic import chain, random_graph, unet
 from optckpt.graph import TrainingGraph
+from optckpt.judge import plain_peak
 from optckpt.plan_cache import PlanCache
-from optckpt.planner import plain_peak
 from optckpt.reuse import Problem, plan_once
 from optckpt.schedule import Schedule
 from optckpt.simulate import simulate
