@@ -174,7 +174,9 @@ def whole_step(
 
     def noted(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
         variable = next_creator(**kwargs)
-        step.creates |= isinstance(variable, UnliftedInitializerVariable)
+        if isinstance(variable, UnliftedInitializerVariable):
+            # What a function that is called here creates has that function traced again, not this.
+            step.creates |= tf.compat.v1.get_default_graph() is graph
         return variable
 
     own_calls = inlined(lambda graph: _scope_of(graph) is step, lambda: len(step.elsewhere))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -363,4 +364,44 @@ def test_a_step_of_functions_is_planned_inside():
     plan = optckpt.last_plan()
     assert len(plan.schedule) > len(set(plan.schedule.executions)) > 6 * 3
     assert plan.predicted_peak <= 0.6 * plan.plain_peak
+    tf.nest.map_structure(np.testing.assert_array_equal, planned, plain)
+
+
+def test_a_function_that_creates_variables_in_its_first_step_is_planned():
+    """The step itself creates none, so that it is traced only once."""
+
+    def run(budget):
+        weights = [weight(256, 256, seed=i) for i in range(6)]
+        optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+
+        @tf.function
+        def train(x):
+            with tf.GradientTape() as tape:
+                y = x
+                for w in weights:
+                    y = tf.tanh(tf.tanh(y @ w) * 1.5)
+                loss = tf.reduce_mean(y * y)
+            optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+            return loss
+
+        plans = []
+
+        @tf.function
+        def step(x):
+            if budget is None:
+                return train(x)
+            with optckpt.whole_step(budget, config=FLOPS, on_plan=plans.append) as whole:
+                loss = train(x)
+                whole.keep(loss)
+            return loss
+
+        x = tf.constant(normal(2048, 256))
+        with grappler_off():
+            losses = [step(x).numpy() for _ in range(3)]
+        return losses, [w.numpy() for w in weights], plans
+
+    *plain, _ = run(None)
+    *planned, plans = run("70%")
+    assert len(plans) == 1
+    assert len(plans[0].schedule) > len(set(plans[0].schedule.executions))
     tf.nest.map_structure(np.testing.assert_array_equal, planned, plain)
