@@ -10,11 +10,11 @@ from typing import Any
 import tensorflow as tf
 
 from optckpt.arguments import shown
-from optckpt.budget import Budget
+from optckpt.budget import AnyBudget, Budget
 from optckpt.calibration import PlannedStep
 from optckpt.config import Calibrate, Config
 from optckpt.errors import CaptureError, OptckptError
-from optckpt.request import Checkpoints, Request, calibrated
+from optckpt.request import Checkpoints, Request, Shapes, budget_beside, calibrated
 from optckpt.schedule import Plan
 from optckpt.solvers.registry import Strategy
 from optckpt.step import whole_step
@@ -131,6 +131,7 @@ class TrainingStep:
         self._has_aux = has_aux
         self._calibrate = calibrate
         self._steps: dict[str, PlannedStep] = {}
+        self._shapes: list[tuple[Shapes, PlannedStep]] = []
         self._last: PlannedStep | None = None
 
     @property
@@ -161,7 +162,9 @@ class TrainingStep:
         step = self._steps.get(key)
         if step is None:
             self._build_slots()
-            step = self._steps[key] = self._planned()
+            shapes = _shapes((args, kwargs))
+            step = self._steps[key] = self._planned(shapes)
+            self._shapes.append((shapes, step))
         self._last = step
         result: tuple[Any, Any] = step(*args, **kwargs)
         return result
@@ -171,20 +174,24 @@ class TrainingStep:
         if getattr(self._optimizer, "built", True) is False:
             self._optimizer.build(tf.nest.flatten(self._variables))
 
-    def _planned(self) -> PlannedStep:
+    def _planned(self, shapes: Shapes) -> PlannedStep:
         def make(planned: PlannedStep, budget: Budget | None) -> Callable[..., Any]:
+            allowed: AnyBudget | None = budget
+            if allowed is None:
+                known = ((s, step.plan) for s, step in self._shapes)
+                plans = ((s, plan) for s, plan in known if plan is not None)
+                allowed = budget_beside(self._request.budget, shapes, plans)
             # TensorFlow takes functions of the same code for one that is traced again and again.
-            step = partial(self._trace, planned, budget)
+            step = partial(self._trace, planned, allowed)
             return tf.function(step, autograph=False)  # type: ignore[no-any-return]
 
         return PlannedStep(make, self._calibrate, self._request.on_plan)
 
     def _trace(
-        self, planned: PlannedStep, budget: Budget | None, /, *args: Any, **kwargs: Any
+        self, planned: PlannedStep, budget: AnyBudget | None, /, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
         variables = tf.nest.flatten(self._variables)
-        allowed = self._request.budget if budget is None else budget
-        with whole_step(allowed, on_plan=planned.planned, **self._options) as step:
+        with whole_step(budget, on_plan=planned.planned, **self._options) as step:
             with tf.GradientTape(watch_accessed_variables=False) as tape:
                 tape.watch([_of_tensorflow(v) for v in variables])
                 output = self._fn(*args, **kwargs)
@@ -203,6 +210,11 @@ class TrainingStep:
         if not self._return_gradients:
             return output, None
         return output, tf.nest.pack_sequence_as(self._variables, gradients)
+
+
+def _shapes(structure: Any) -> Shapes:
+    leaves = tf.nest.flatten(structure, expand_composites=True)
+    return tuple(tuple(t.shape) for t in leaves if hasattr(t, "shape"))
 
 
 def own_tensors(structure: Any) -> list[tf.Tensor]:

@@ -21,12 +21,19 @@ import keras
 import tensorflow as tf
 
 from optckpt import keras_sizes, sizes
-from optckpt.budget import Budget
+from optckpt.budget import AnyBudget, Budget
 from optckpt.calibration import PlannedStep
 from optckpt.config import Calibrate, Config
 from optckpt.eager import own_tensors
 from optckpt.errors import CaptureError, OptckptError
-from optckpt.request import Checkpoints, Request, calibrated
+from optckpt.request import (
+    Checkpoints,
+    Request,
+    Shapes,
+    budget_beside,
+    calibrated,
+    covers,
+)
 from optckpt.schedule import Plan
 from optckpt.solvers.registry import Strategy
 from optckpt.step import whole_step
@@ -57,7 +64,9 @@ def apply(
     saved, cloned or pickled of the model knows nothing of the budget.
 
     A step is planned when it is traced: for each batch size of `fit`, once. The last, smaller batch
-    of an epoch follows the plan of the others; a batch larger than all before is planned anew.
+    of an epoch follows the plan of the others; a batch larger than all before is planned anew. With
+    `train_on_batch` each size is planned; a budget that is a share of the plain step's peak is, for
+    batches smaller than one before, as many bytes as for that.
     Batches are fetched one by one, also with `steps_per_execution`. Under a distribution strategy
     this holds for `fit` on arrays; of a data set whose last batch may be smaller the largest size
     that a replica gets has to be declared there (`sizes.batch`, or `optckpt.sizes.at`), or the data
@@ -208,30 +217,20 @@ def _refuse_eager(model: Any) -> None:
         )
 
 
-_Shapes = tuple[tuple[int, ...], ...]
-
-
 @dataclass(eq=False)
 class _Signature:
     """What a training step was traced for."""
 
     spec: Any
     """TypeSpecs of the batch, perhaps with unknown sizes; None under a distribution strategy."""
-    shapes: _Shapes
+    shapes: Shapes
     """Of the tensors of the batch that it was planned for; under a distribution strategy of a
     replica's, or () if its sizes are in the specs or unknown."""
     step: PlannedStep
 
-    def covers(self, spec: Any, shapes: _Shapes) -> bool:
+    def covers(self, spec: Any, shapes: Shapes) -> bool:
         """Whether a batch of these sizes needs no more than what was planned."""
-        return (
-            self.spec == spec
-            and len(self.shapes) == len(shapes)
-            and all(
-                len(a) == len(b) and all(x <= y for x, y in zip(b, a, strict=True))
-                for a, b in zip(self.shapes, shapes, strict=True)
-            )
-        )
+        return bool(self.spec == spec) and covers(self.shapes, shapes)
 
     def __str__(self) -> str:
         if self.spec is None:
@@ -349,7 +348,7 @@ class _Training:
             with model.distribute_strategy.scope():
                 optimizer.build(model.trainable_variables)
 
-    def _find(self, spec: Any, shapes: _Shapes, first: bool) -> PlannedStep:
+    def _find(self, spec: Any, shapes: Shapes, first: bool) -> PlannedStep:
         """The step for a batch; `first`: it is the first of an epoch, and so none of the rest."""
         covering = [s for s in self.steps if s.covers(spec, shapes)]
         declared = self._request.settings.sizes
@@ -367,14 +366,18 @@ class _Training:
         return found
 
     def _function(
-        self, planned: PlannedStep, spec: Any, shapes: _Shapes, budget: Budget | None
+        self, planned: PlannedStep, spec: Any, shapes: Shapes, budget: Budget | None
     ) -> Callable[[Any], Any]:
         """A training function of Keras' making whose step is planned for `budget`."""
         model = self._model
         plain_step = model.train_step
 
         def train_step(data: Any) -> Any:
-            allowed = self._request.budget if budget is None else budget
+            allowed: AnyBudget | None = budget
+            if allowed is None:
+                planned_before = ((s.shapes, s.step.plan) for s in self.steps)
+                known = ((s, p) for s, p in planned_before if p is not None)
+                allowed = budget_beside(self._request.budget, shapes, known)
             with whole_step(allowed, on_plan=planned.planned, **self._options) as step:
                 logs = plain_step(data)
                 step.keep(own_tensors(logs))
@@ -416,7 +419,7 @@ def _spec_of(value: Any) -> Any:
     return None if value is None else tf.type_spec_from_value(value)
 
 
-def _shapes(batch: Any) -> _Shapes:
+def _shapes(batch: Any) -> Shapes:
     leaves = tf.nest.flatten(batch, expand_composites=True)
     return tuple(tuple(t.shape) for t in leaves if hasattr(t, "shape"))
 

@@ -87,6 +87,33 @@ class Request:
         return self.budget.on(device) if isinstance(self.budget, DeviceBudgets) else self.budget
 
 
+Shapes = tuple[tuple[int | None, ...], ...]
+"""Of the tensors that a step is called with."""
+
+
+def covers(larger: Shapes, shapes: Shapes) -> bool:
+    """Whether no size in `shapes` is above that in `larger`; unknown ones compare with nothing."""
+    return len(larger) == len(shapes) and all(
+        len(a) == len(b)
+        and all(x is not None and y is not None and x >= y for x, y in zip(a, b, strict=True))
+        for a, b in zip(larger, shapes, strict=True)
+    )
+
+
+def budget_beside(
+    asked: Budget | DeviceBudgets | None, shapes: Shapes, planned: Iterable[tuple[Shapes, Plan]]
+) -> Budget | DeviceBudgets | None:
+    """The budget of a step that is called with `shapes`, where others are planned already.
+
+    What is asked for, but that a share of the plain step's peak stands for as many bytes as it came
+    to with larger batches: of a small one a share would leave less than the variables need.
+    """
+    if not isinstance(asked, Budget) or asked.fraction is None or not shapes:
+        return asked
+    larger = [p.budget for known, p in planned if p.budget and covers(known, shapes)]
+    return Budget(bytes=max(larger)) if larger else asked
+
+
 def calibrated(calibrate: Calibrate | None, request: Request) -> Calibrate:
     """Whether a step is to be calibrated: as the argument says, or else the configuration.
 

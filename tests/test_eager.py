@@ -77,6 +77,18 @@ class TestValueAndGradients:
         del got
         assert 0 < peak_of(step, x) <= plan.budget
 
+    def test_a_share_is_as_many_bytes_for_a_smaller_batch(self):
+        ws = weights()
+        step = optckpt.value_and_gradients(lambda x: mlp(x, ws), ws, "70%", config=FLOPS)
+        for n in (len(X), len(X) // 2, 2):
+            step(tf.constant(X[:n]))
+        large, half, two = step.plans.values()
+        assert large.budget == half.budget == two.budget < large.plain_peak
+        assert two.plain_peak < two.budget
+        # What is larger is planned for its own share.
+        step(tf.concat([X, X], 0))
+        assert step.last_plan.budget > large.budget
+
     def test_nested_variables_of_both_kinds(self):
         ws = weights()
         own = keras.Variable(ws[0].numpy(), name="own")

@@ -383,6 +383,15 @@ class TestSizes:
         assert train(model, kinds) == expected
         assert len(optckpt.keras.plans(model)) == 3
 
+    def test_a_share_is_as_many_bytes_for_a_smaller_batch(self):
+        """Of a batch of two, hardly anything but the variables is in memory."""
+        model = optckpt.keras.apply(made(mlp), "70%", config=QUICK)
+        for n in (BATCH, BATCH // 2, 2):
+            model.train_on_batch(X[:n], Y[:n])
+        large, half, two = optckpt.keras.plans(model).values()
+        assert large.budget == half.budget == two.budget < large.plain_peak
+        assert two.plain_peak < two.budget
+
 
 class TestModels:
     def test_saved_cloned_and_loaded_models_know_nothing_of_it(self, tmp_path):
