@@ -141,9 +141,13 @@ def _failure(
     lowest = proven_floor(allowed, "free").bytes
     if order == "fixed" and lowest <= limit:
         advice.append(f"try solver.order: free (every order needs at least {format_bytes(lowest)})")
-    proof = "" if limit < floor.bytes else f"proven by the solver in {certificate.seconds:.1f} s; "
+    if limit >= floor.bytes:
+        low = (
+            f"proven by the solver in {certificate.seconds:.1f} s, so that the smallest possible "
+            f"peak lies above it (the quick bound for it is lower: {low})"
+        )
     return InfeasibleBudgetError(
-        f"no schedule fits the budget of {format_bytes(limit)} ({limit} bytes): {proof}{low}; "
+        f"no schedule fits the budget of {format_bytes(limit)} ({limit} bytes): {low}; "
         f"{' or '.join(advice[:2])}{''.join(', or ' + a for a in advice[2:])}",
         floor=floor.bytes,
     )
