@@ -8,13 +8,15 @@ that the second reads are what the part keeps in between; the plan has chosen th
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python import pywrap_tfe
 
 from optckpt import pipeline
 from optckpt.arguments import shown
@@ -186,7 +188,8 @@ class _Part:
             traces.append(self._trace(fn, given))
 
         # Its graph is the source of what the halves are made of; it is never called itself.
-        tf.function(both, autograph=False).get_concrete_function(*tensors)
+        with _recording():
+            tf.function(both, autograph=False).get_concrete_function(*tensors)
         trace = traces[-1]
         return cut(trace, self._name)
 
@@ -287,6 +290,20 @@ def _reading_once(found: Capture, graph: TrainingGraph) -> TrainingGraph:
         for op, unit in zip(graph.operations, found.units, strict=True)
     ]
     return replace(graph, operations=tuple(operations))
+
+
+@contextmanager
+def _recording() -> Iterator[None]:
+    """Tapes record, also where the caller has stopped that, as tf.recompute_grad does: gradients
+    of a part are traced whoever calls it first."""
+    if not pywrap_tfe.TFE_Py_TapeSetIsStopped():
+        yield
+        return
+    pywrap_tfe.TFE_Py_TapeSetRestartOnThread()
+    try:
+        yield
+    finally:
+        pywrap_tfe.TFE_Py_TapeSetStopOnThread()
 
 
 # --- Tensors -----------------------------------------------------------------------------------
