@@ -7,7 +7,6 @@ that the second reads are what the part keeps in between; the plan has chosen th
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,7 +17,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python import pywrap_tfe
 
-from optckpt import pipeline
+from optckpt import part_keras, pipeline
 from optckpt.arguments import shown
 from optckpt.backends.tensorflow import rewrite
 from optckpt.budget import Budget
@@ -37,7 +36,7 @@ from optckpt.xla import is_compiled, refuse_xla
 Decorated = Callable[..., Any]
 
 _PARTS = "_optckpt_parts"
-"""Attribute of a tf.Graph in which parts are called: {part: {key of its arguments: halves}}."""
+"""Attribute of a tf.Graph in which parts are called: {part: {key of its arguments: traces}}."""
 
 
 def budgeted(
@@ -116,6 +115,20 @@ def budgeted(
     return decorate
 
 
+@dataclass(frozen=True, eq=False)
+class _Traced:
+    """A part that can be called as long as its layers are what they were."""
+
+    halves: Halves
+    trainable: list[tuple[Any, bool]]
+    """Each layer that it calls, and whether that was trainable: batch normalization asks."""
+    left: dict[str, Any]
+    """What its layers left for those that are called next."""
+
+    def holds(self) -> bool:
+        return all(layer.trainable == trainable for layer, trainable in self.trainable)
+
+
 class _Part:
     """A decorated function."""
 
@@ -125,11 +138,12 @@ class _Part:
         self._fn = convert(fn, status, convert_by_default=True)
         self._name = getattr(fn, "__name__", "part")
         self._request = request
-        self._eager: dict[Any, Halves] = {}
+        self._eager: dict[Any, list[_Traced]] = {}
 
     def __call__(self, args: Any, kwargs: Any) -> Any:
-        if _is_symbolic():
+        if part_keras.is_symbolic():
             return self._fn(*args, **kwargs)
+        part_keras.refuse_stateless(self._name)
         refuse_xla()
         self._refuse_compiled()
         leaves = [
@@ -146,10 +160,9 @@ class _Part:
                     f"{self._name!r} has a budget of its own and takes tensors; it was given a "
                     f"{type(t).__name__}: pass the tensors that it consists of"
                 )
-        known = self._known()
-        key = _key((args, kwargs), leaves, places)
-        halves = known.get(key)
-        if halves is None:
+        known = self._known().setdefault(_key((args, kwargs), leaves, places), [])
+        traced = next((t for t in known if t.holds()), None)
+        if traced is None:
 
             def with_tensors(*given: tf.Tensor) -> Any:
                 filled = list(leaves)
@@ -158,9 +171,12 @@ class _Part:
                 again, more = tf.nest.pack_sequence_as((args, kwargs), filled)
                 return self._fn(*again, **more)
 
-            halves = known[key] = self._halves(with_tensors, tensors)
-        results = call_halves(halves, tensors)
-        return tf.nest.pack_sequence_as(halves.trace.structure, results)
+            traced = self._traced(with_tensors, tensors)
+            known.append(traced)
+        else:
+            part_keras.hand_down(traced.left)
+        results = call_halves(traced.halves, tensors)
+        return tf.nest.pack_sequence_as(traced.halves.trace.structure, results)
 
     def _refuse_compiled(self) -> None:
         if not tf.executing_eagerly() and is_compiled(tf.compat.v1.get_default_graph()):
@@ -171,27 +187,28 @@ class _Part:
                 "optckpt.GradientTape instead of optckpt.budgeted, or compile without XLA"
             )
 
-    def _known(self) -> dict[Any, Halves]:
+    def _known(self) -> dict[Any, list[_Traced]]:
         """What has been planned of this part where it is called."""
         if tf.executing_eagerly():
             return self._eager
         # What is traced inside of a graph may have to do with that graph, and ends with it.
         graph = tf.compat.v1.get_default_graph()
-        parts: dict[_Part, dict[Any, Halves]] = getattr(graph, _PARTS, {})
+        parts: dict[_Part, dict[Any, list[_Traced]]] = getattr(graph, _PARTS, {})
         setattr(graph, _PARTS, parts)
         return parts.setdefault(self, {})
 
-    def _halves(self, fn: Decorated, tensors: Sequence[tf.Tensor]) -> Halves:
+    def _traced(self, fn: Decorated, tensors: Sequence[tf.Tensor]) -> _Traced:
         traces: list[Trace] = []
 
         def both(*given: tf.Tensor) -> None:
             traces.append(self._trace(fn, given))
 
         # Its graph is the source of what the halves are made of; it is never called itself.
-        with _recording():
+        with _recording(), part_keras.noting_layers() as layers:
             tf.function(both, autograph=False).get_concrete_function(*tensors)
-        trace = traces[-1]
-        return cut(trace, self._name)
+        left = part_keras.handed_down()
+        trainable = [(layer, layer.trainable) for layer in layers]
+        return _Traced(cut(traces[-1], self._name), trainable, left)
 
     def _trace(self, fn: Decorated, given: Sequence[tf.Tensor]) -> Trace:
         graph = tf.compat.v1.get_default_graph()
@@ -329,18 +346,8 @@ def _key(structure: Any, leaves: Sequence[Any], places: Sequence[int]) -> Any:
             described.append((leaf if callable(leaf.value) else leaf.value).ref())
         else:
             described.append(_Leaf(type(leaf), leaf))
+    described += [_Leaf(type(value), value) for value in part_keras.state()]
     return shape, tuple(described)
-
-
-def _is_symbolic() -> bool:
-    """Whether Keras traces for shapes alone, perhaps of any batch size: no step comes of that."""
-    keras = sys.modules.get("keras")
-    scope = getattr(keras, "SymbolicScope", None)
-    if scope is None:
-        return False
-    # Keras does not say it by a function of its own; each scope notes the one around it.
-    with scope() as inner:
-        return getattr(inner, "original_scope", None) is not None
 
 
 def _is_array(leaf: Any) -> bool:

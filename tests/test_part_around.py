@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 
 import optckpt
+from optckpt.errors import CaptureError
 from tests.test_part import QUICK, X, gradients_of, same, stack, weights
 
 pytestmark = pytest.mark.usefixtures("grappler_off")
@@ -27,3 +28,81 @@ def test_recomputed_by_tensorflow(graph, remat):
     plain = gradients_of(tf.function(lambda x: stack(x, ws)), SMALL, ws, graph)
     same(gradients_of(remat(lambda x: part(x)), SMALL, ws, graph), plain)
     same(gradients_of(part, SMALL, ws, graph), plain)
+
+
+class Block(keras.layers.Layer):
+    """Its layers pick up `training` from the call of the model."""
+
+    def __init__(self, decorate):
+        super().__init__()
+        self.inside = [keras.layers.Dense(64), keras.layers.BatchNormalization()]
+        self.part = decorate(self.body)
+
+    def build(self, shape):
+        for layer in self.inside:
+            layer.build(shape)
+
+    def body(self, x):
+        for layer in self.inside:
+            x = layer(x)
+        return x
+
+    def call(self, x):
+        return self.part(x)
+
+
+def model(decorate):
+    keras.utils.set_random_seed(0)
+    return keras.Sequential([keras.Input((64,)), Block(decorate), keras.layers.Dense(1)])
+
+
+class TestKeras:
+    @pytest.mark.parametrize("graph", [False, True])
+    def test_training_of_the_call_around(self, graph):
+        plain, mine = model(lambda fn: fn), model(part_of)
+
+        def step(m):
+            def run(x):
+                return [m(x, training=t) for t in (True, False, None, True)]
+
+            return (tf.function(run) if graph else run)(SMALL)
+
+        tf.debugging.assert_near(step(mine), step(plain))
+        same([v.value for v in mine.variables], [v.value for v in plain.variables])
+
+    def test_layers_that_are_frozen_and_thawed(self):
+        plans = []
+        plain = model(lambda fn: fn)
+        mine = model(optckpt.budgeted(strategy="store_all", config=QUICK, on_plan=plans.append))
+        for trainable in (True, False, True, False):
+            for m in (plain, mine):
+                m.layers[0].inside[1].trainable = trainable
+            got, expected = (m(SMALL, training=True) for m in (mine, plain))
+            tf.debugging.assert_near(got, expected)
+        same([v.value for v in mine.variables], [v.value for v in plain.variables])
+        assert len(plans) == 2
+
+    def test_what_a_layer_leaves_for_the_next(self):
+        """Keras has layers pick up `training` from the layer that was called before, too."""
+        inside = keras.layers.Dropout(0.0)
+
+        class Outer(keras.layers.Layer):
+            def __init__(self, decorate):
+                super().__init__()
+                self.part = decorate(lambda x: inside(x, training=True))
+                self.after = keras.layers.BatchNormalization()
+
+            def call(self, x):
+                return self.after(self.part(x))
+
+        plain, mine = Outer(lambda fn: fn), Outer(part_of)
+        for _ in range(3):
+            tf.debugging.assert_near(mine(SMALL), plain(SMALL))
+
+    def test_stateless_scope_is_refused(self):
+        mine = model(part_of)
+        mine(SMALL)
+        values = [v.value for v in mine.trainable_variables]
+        others = [v.value for v in mine.non_trainable_variables]
+        with pytest.raises(CaptureError, match=r"'body' has a budget.*keras\.StatelessScope"):
+            mine.stateless_call(values, others, SMALL)
