@@ -7,7 +7,7 @@ that the second reads are what the part keeps in between; the plan has chosen th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import wraps
@@ -70,7 +70,8 @@ def budgeted(
     The function is traced and planned once per signature of its arguments (in a tf.function: per
     trace of that), in its given order. Where Keras only asks for shapes (the `call` of a layer, as
     a model is built) nothing is planned yet. Its arguments and results are tensors, or structures
-    of them; anything else among the arguments is a constant. Gradients flow to its arguments and to
+    of them, with the masks that Keras hangs on them; anything else among the arguments is a
+    constant, and results may be None. Gradients flow to its arguments and to
     the trainable variables it uses, those among its arguments included; not to tensors it takes
     from the code around it. Second derivatives are refused when they are taken (where TensorFlow
     finds that out only as a step runs, by a tf.errors.InvalidArgumentError that says the same), and
@@ -160,14 +161,23 @@ class _Part:
                     f"{self._name!r} has a budget of its own and takes tensors; it was given a "
                     f"{type(t).__name__}: pass the tensors that it consists of"
                 )
-        known = self._known().setdefault(_key((args, kwargs), leaves, places), [])
+        # Masks are further arguments, and further results.
+        masks = {
+            i: tf.convert_to_tensor(mask)
+            for i in places
+            if (mask := part_keras.mask_of(leaves[i])) is not None
+        }
+        tensors += masks.values()
+        known = self._known().setdefault(_key((args, kwargs), leaves, places, masks), [])
         traced = next((t for t in known if t.holds()), None)
         if traced is None:
 
             def with_tensors(*given: tf.Tensor) -> Any:
                 filled = list(leaves)
-                for i, t in zip(places, given, strict=True):
+                for i, t in zip(places, given[: len(places)], strict=True):
                     filled[i] = t
+                for i, mask in zip(masks, given[len(places) :], strict=True):
+                    part_keras.hang_mask(filled[i], mask)
                 again, more = tf.nest.pack_sequence_as((args, kwargs), filled)
                 return self._fn(*again, **more)
 
@@ -175,8 +185,13 @@ class _Part:
             known.append(traced)
         else:
             part_keras.hand_down(traced.left)
-        results = call_halves(traced.halves, tensors)
-        return tf.nest.pack_sequence_as(traced.halves.trace.structure, results)
+        structure = traced.halves.trace.structure
+        results = iter(call_halves(traced.halves, tensors))
+        returned = [None if t is None else next(results) for t in tf.nest.flatten(structure)]
+        value, hung = tf.nest.pack_sequence_as(structure, returned)
+        for t, mask in zip(tf.nest.flatten(value), hung, strict=True):
+            part_keras.hang_mask(t, mask)
+        return value
 
     def _refuse_compiled(self) -> None:
         if not tf.executing_eagerly() and is_compiled(tf.compat.v1.get_default_graph()):
@@ -214,15 +229,17 @@ class _Part:
         graph = tf.compat.v1.get_default_graph()
         with tf.GradientTape() as tape:
             tape.watch([t for t in given if is_differentiable(t)])
-            structure = fn(*given)
-        results = tf.nest.flatten(structure)
-        for t in results:
-            if not isinstance(t, tf.Tensor):
+            value = fn(*given)
+        returned = tf.nest.flatten(value)
+        for t in returned:
+            if t is not None and not isinstance(t, tf.Tensor):
                 raise CaptureError(
                     f"{self._name!r} has a budget of its own and must return tensors, or "
                     f"structures of them, but returned a {type(t).__name__}"
                 )
-        results = [tf.convert_to_tensor(t) if t.graph is graph else tf.identity(t) for t in results]
+        structure = (value, [part_keras.mask_of(t) for t in returned])
+        results = [tf.convert_to_tensor(t) for t in tf.nest.flatten(structure) if t is not None]
+        results = [t if t.graph is graph else tf.identity(t) for t in results]
         begin = len(graph.get_operations())
         ys = [t for t in results if is_differentiable(t)]
         slopes = [tf.compat.v1.placeholder(t.dtype, t.shape) for t in ys]
@@ -334,20 +351,25 @@ class _Leaf:
     value: Any = field(hash=False)
 
 
-def _key(structure: Any, leaves: Sequence[Any], places: Sequence[int]) -> Any:
+def _key(
+    structure: Any, leaves: Sequence[Any], places: Sequence[int], masks: Mapping[int, tf.Tensor]
+) -> Any:
     tensors = set(places)
     shape = repr(tf.nest.pack_sequence_as(structure, [0] * len(leaves)))
     described: list[Any] = []
     for i, leaf in enumerate(leaves):
         if i in tensors:
-            dims = None if leaf.shape.rank is None else tuple(leaf.shape.as_list())
-            described.append((leaf.dtype, dims))
+            described.append((_signature(leaf), _signature(masks[i]) if i in masks else None))
         elif _is_variable(leaf):
             described.append((leaf if callable(leaf.value) else leaf.value).ref())
         else:
             described.append(_Leaf(type(leaf), leaf))
     described += [_Leaf(type(value), value) for value in part_keras.state()]
     return shape, tuple(described)
+
+
+def _signature(tensor: tf.Tensor) -> Any:
+    return tensor.dtype, None if tensor.shape.rank is None else tuple(tensor.shape.as_list())
 
 
 def _is_array(leaf: Any) -> bool:

@@ -12,6 +12,8 @@ from typing import Any
 
 from optckpt.errors import CaptureError
 
+_MASK = "_keras_mask"
+
 
 def is_symbolic() -> bool:
     """Whether Keras traces for shapes alone, perhaps of any batch size: no step comes of that."""
@@ -58,6 +60,16 @@ def state() -> list[Any]:
         _get("flash_attention"),
         _get("distribution"),
     ]
+
+
+def mask_of(tensor: Any) -> Any:
+    """The mask that hangs on a tensor (of an Embedding with mask_zero, say), or None."""
+    return getattr(tensor, _MASK, None)
+
+
+def hang_mask(tensor: Any, mask: Any) -> None:
+    if mask is not None:
+        setattr(tensor, _MASK, mask)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -28,6 +29,31 @@ def test_recomputed_by_tensorflow(graph, remat):
     plain = gradients_of(tf.function(lambda x: stack(x, ws)), SMALL, ws, graph)
     same(gradients_of(remat(lambda x: part(x)), SMALL, ws, graph), plain)
     same(gradients_of(part, SMALL, ws, graph), plain)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_none_among_the_results(graph):
+    ws = weights(2)
+    part = part_of(lambda x: {"cache": None, "y": stack(x, ws), "more": (None, x * 2.0)})
+
+    def run(x):
+        return part(x)
+
+    got = (tf.function(run) if graph else run)(SMALL)
+    assert got["cache"] is got["more"][0] is None
+    same((got["y"], got["more"][1]), (tf.function(lambda x: stack(x, ws))(SMALL), SMALL * 2.0))
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_function_without_results(graph):
+    count = tf.Variable(0)
+
+    def fn(x):
+        count.assign_add(tf.shape(x)[0])
+
+    part = part_of(fn)
+    assert (tf.function(part) if graph else part)(SMALL) is None
+    assert count.numpy() == 64
 
 
 class Block(keras.layers.Layer):
@@ -98,6 +124,35 @@ class TestKeras:
         plain, mine = Outer(lambda fn: fn), Outer(part_of)
         for _ in range(3):
             tf.debugging.assert_near(mine(SMALL), plain(SMALL))
+
+    @pytest.mark.parametrize("graph", [False, True])
+    def test_masks_on_arguments_and_results(self, graph):
+        keras.utils.set_random_seed(1)
+        embedding = keras.layers.Embedding(9, 8, mask_zero=True)
+        inside = keras.layers.LSTM(8, return_sequences=True)
+        outside = keras.layers.LSTM(4)
+        ids = tf.constant([[3, 1, 0, 0], [5, 0, 0, 0], [1, 2, 3, 0]])
+        outside(inside(embedding(ids)))
+        sources = [v.value for m in (embedding, inside, outside) for v in m.trainable_variables]
+
+        def step(part, masked):
+            def run(ids):
+                with tf.GradientTape() as tape:
+                    x = embedding(ids)
+                    if not masked:
+                        x = tf.identity(x)
+                    y = outside(part(x))
+                return y, tape.gradient(y, sources)
+
+            return (tf.function(run) if graph else run)(ids)
+
+        part = part_of(lambda x: inside(x))
+        for masked in (True, False, True):
+            got, expected = step(part, masked), step(inside, masked)
+            for a, b in zip(
+                tf.nest.flatten(got, True), tf.nest.flatten(expected, True), strict=True
+            ):
+                np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
     def test_stateless_scope_is_refused(self):
         mine = model(part_of)
