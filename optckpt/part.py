@@ -17,7 +17,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python import pywrap_tfe
 
-from optckpt import part_keras, pipeline
+from optckpt import part_border, part_keras, pipeline
 from optckpt.arguments import shown
 from optckpt.backends.tensorflow import rewrite
 from optckpt.budget import Budget
@@ -83,8 +83,9 @@ def budgeted(
 
     Raises:
         OptckptError: if an argument is not what it should be. The function raises what
-            `optckpt.gradients` raises, when it is traced, and CaptureError if it returns something
-            else than tensors, takes a tensor from a tf.function around it, or is used within a
+            `optckpt.gradients` raises, when it is traced, and CaptureError if it takes or returns
+            something that holds tensors and is none (a tf.TensorArray, a tensor of dtype variant),
+            takes a tensor from a tf.function around it, or is used within a
             ForwardAccumulator or a function that XLA compiles. Second derivatives raise it, too.
     """
     if callable(budget):
@@ -137,6 +138,7 @@ class _Part:
         status = tf.__internal__.autograph.control_status_ctx()
         convert = tf.__internal__.autograph.tf_convert
         self._fn = convert(fn, status, convert_by_default=True)
+        self._plain = fn
         self._name = getattr(fn, "__name__", "part")
         self._request = request
         self._eager: dict[Any, list[_Traced]] = {}
@@ -147,6 +149,7 @@ class _Part:
         part_keras.refuse_stateless(self._name)
         refuse_xla()
         self._refuse_compiled()
+        part_border.refuse_arguments(self._name, self._plain, (args, kwargs))
         leaves = [
             tf.convert_to_tensor(leaf) if _is_array(leaf) else leaf
             for leaf in tf.nest.flatten((args, kwargs))
@@ -155,12 +158,6 @@ class _Part:
             i for i, leaf in enumerate(leaves) if tf.is_tensor(leaf) and not _is_variable(leaf)
         ]
         tensors = [leaves[i] for i in places]
-        for t in tensors:
-            if not isinstance(t, tf.Tensor):
-                raise CaptureError(
-                    f"{self._name!r} has a budget of its own and takes tensors; it was given a "
-                    f"{type(t).__name__}: pass the tensors that it consists of"
-                )
         # Masks are further arguments, and further results.
         masks = {
             i: tf.convert_to_tensor(mask)
@@ -231,12 +228,7 @@ class _Part:
             tape.watch([t for t in given if is_differentiable(t)])
             value = fn(*given)
         returned = tf.nest.flatten(value)
-        for t in returned:
-            if t is not None and not isinstance(t, tf.Tensor):
-                raise CaptureError(
-                    f"{self._name!r} has a budget of its own and must return tensors, or "
-                    f"structures of them, but returned a {type(t).__name__}"
-                )
+        part_border.refuse_results(self._name, returned)
         structure = (value, [part_keras.mask_of(t) for t in returned])
         results = [tf.convert_to_tensor(t) for t in tf.nest.flatten(structure) if t is not None]
         results = [t if t.graph is graph else tf.identity(t) for t in results]
@@ -252,7 +244,7 @@ class _Part:
             for i, g in zip(wanted, found, strict=True):
                 gradients[i] = g
         trace = Trace(graph, list(given), structure, results, slopes, variables, gradients, begin)
-        self._refuse_captures(graph)
+        part_border.refuse_captures(self._name, graph)
         self._plan(trace, ys)
         return trace
 
@@ -303,15 +295,6 @@ class _Part:
             repeat=settings.solver.repeat,
         )
         return problem.solve()
-
-    def _refuse_captures(self, graph: tf.Graph) -> None:
-        for outer, _ in graph.captures:
-            if isinstance(outer, tf.Tensor) and hasattr(outer, "op") and is_differentiable(outer):
-                raise CaptureError(
-                    f"{self._name!r} has a budget of its own and takes tensor {outer.name!r} from "
-                    "the tf.function around it, to which no gradient would flow: pass it as an "
-                    "argument"
-                )
 
 
 def _reading_once(found: Capture, graph: TrainingGraph) -> TrainingGraph:
