@@ -7,9 +7,9 @@ that the second reads are what the part keeps in between; the plan has chosen th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python import pywrap_tfe
 
-from optckpt import part_border, part_keras, pipeline
+from optckpt import part_border, part_keras, part_key, pipeline
 from optckpt.arguments import shown
 from optckpt.backends.tensorflow import rewrite
 from optckpt.budget import Budget
@@ -71,11 +71,14 @@ def budgeted(
     trace of that), in its given order. Where Keras only asks for shapes (the `call` of a layer, as
     a model is built) nothing is planned yet. Its arguments and results are tensors, or structures
     of them, with the masks that Keras hangs on them; anything else among the arguments is a
-    constant, and results may be None. Gradients flow to its arguments and to
-    the trainable variables it uses, those among its arguments included; not to tensors it takes
-    from the code around it. Second derivatives are refused when they are taken (where TensorFlow
-    finds that out only as a step runs, by a tf.errors.InvalidArgumentError that says the same), and
-    so is a `tf.autodiff.ForwardAccumulator`: the ways in for a whole step have both.
+    constant, and results may be None. Constants are compared by value (sets and the like also after
+    they were changed in place), objects without one, as layers are, by identity; for one that can
+    be neither hashed nor copied and compared, the function is traced and planned in each call.
+    Gradients flow to its arguments and to the trainable variables it uses, those among its
+    arguments included; not to tensors it takes from the code around it. Second derivatives are
+    refused when they are taken (where TensorFlow finds that out only as a step runs, by a
+    tf.errors.InvalidArgumentError that says the same), and so is a
+    `tf.autodiff.ForwardAccumulator`: the ways in for a whole step have both.
 
     Args:
         budget: bytes, a size, or a share of what the part needs when it is not rewritten.
@@ -151,11 +154,13 @@ class _Part:
         self._refuse_compiled()
         part_border.refuse_arguments(self._name, self._plain, (args, kwargs))
         leaves = [
-            tf.convert_to_tensor(leaf) if _is_array(leaf) else leaf
+            tf.convert_to_tensor(leaf) if part_key.is_array(leaf) else leaf
             for leaf in tf.nest.flatten((args, kwargs))
         ]
         places = [
-            i for i, leaf in enumerate(leaves) if tf.is_tensor(leaf) and not _is_variable(leaf)
+            i
+            for i, leaf in enumerate(leaves)
+            if tf.is_tensor(leaf) and not part_key.is_variable(leaf)
         ]
         tensors = [leaves[i] for i in places]
         # Masks are further arguments, and further results.
@@ -165,7 +170,8 @@ class _Part:
             if (mask := part_keras.mask_of(leaves[i])) is not None
         }
         tensors += masks.values()
-        known = self._known().setdefault(_key((args, kwargs), leaves, places, masks), [])
+        key = part_key.key_of((args, kwargs), leaves, places, masks)
+        known = [] if key is None else self._known().setdefault(key, [])
         traced = next((t for t in known if t.holds()), None)
         if traced is None:
 
@@ -321,44 +327,3 @@ def _recording() -> Iterator[None]:
         yield
     finally:
         pywrap_tfe.TFE_Py_TapeSetStopOnThread()
-
-
-# --- Tensors -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Leaf:
-    """A leaf of the arguments, for a key: of its type, because 1 == 1.0 == True."""
-
-    kind: type
-    value: Any = field(hash=False)
-
-
-def _key(
-    structure: Any, leaves: Sequence[Any], places: Sequence[int], masks: Mapping[int, tf.Tensor]
-) -> Any:
-    tensors = set(places)
-    shape = repr(tf.nest.pack_sequence_as(structure, [0] * len(leaves)))
-    described: list[Any] = []
-    for i, leaf in enumerate(leaves):
-        if i in tensors:
-            described.append((_signature(leaf), _signature(masks[i]) if i in masks else None))
-        elif _is_variable(leaf):
-            described.append((leaf if callable(leaf.value) else leaf.value).ref())
-        else:
-            described.append(_Leaf(type(leaf), leaf))
-    described += [_Leaf(type(value), value) for value in part_keras.state()]
-    return shape, tuple(described)
-
-
-def _signature(tensor: tf.Tensor) -> Any:
-    return tensor.dtype, None if tensor.shape.rank is None else tuple(tensor.shape.as_list())
-
-
-def _is_array(leaf: Any) -> bool:
-    return hasattr(leaf, "__array__") and not tf.is_tensor(leaf) and not hasattr(leaf, "assign")
-
-
-def _is_variable(leaf: Any) -> bool:
-    """Whether it is a tf.Variable or a keras.Variable: the function uses it, like one outside."""
-    return hasattr(leaf, "handle") and hasattr(leaf, "assign")
