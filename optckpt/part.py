@@ -88,6 +88,7 @@ def budgeted(
         OptckptError: if an argument is not what it should be. The function raises what
             `optckpt.gradients` raises, when it is traced, and CaptureError if it takes or returns
             something that holds tensors and is none (a tf.TensorArray, a tensor of dtype variant),
+            adds a loss of Keras (`add_loss`, an `activity_regularizer`),
             takes a tensor from a tf.function around it, or is used within a
             ForwardAccumulator or a function that XLA compiles. Second derivatives raise it, too.
     """
@@ -219,7 +220,7 @@ class _Part:
         traces: list[Trace] = []
 
         def both(*given: tf.Tensor) -> None:
-            traces.append(self._trace(fn, given))
+            traces.append(self._trace(fn, given, layers))
 
         # Its graph is the source of what the halves are made of; it is never called itself.
         with _recording(), part_keras.noting_layers() as layers:
@@ -228,11 +229,13 @@ class _Part:
         trainable = [(layer, layer.trainable) for layer in layers]
         return _Traced(cut(traces[-1], self._name), trainable, left)
 
-    def _trace(self, fn: Decorated, given: Sequence[tf.Tensor]) -> Trace:
+    def _trace(self, fn: Decorated, given: Sequence[tf.Tensor], layers: Sequence[Any]) -> Trace:
+        """The function with its gradients, planned; `layers` has those of Keras that it called."""
         graph = tf.compat.v1.get_default_graph()
         with tf.GradientTape() as tape:
             tape.watch([t for t in given if is_differentiable(t)])
             value = fn(*given)
+        part_keras.refuse_losses(self._name, layers, graph)
         returned = tf.nest.flatten(value)
         part_border.refuse_results(self._name, returned)
         structure = (value, [part_keras.mask_of(t) for t in returned])

@@ -6,7 +6,7 @@ Keras may not be there at all: it is looked up among the modules that are import
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,6 +34,22 @@ def refuse_stateless(name: str) -> None:
             "values of variables would get no gradients from it: call it outside of the scope, or "
             "leave out the decorator optckpt.budgeted"
         )
+
+
+def refuse_losses(name: str, layers: Iterable[Any], graph: Any) -> None:
+    """Raise CaptureError if one of the `layers`, or one around them, has a loss of this `graph`."""
+    around = [getattr(scope, "caller", None) for scope in _get("name_scope_stack") or ()]
+    for layer in (*layers, *around):
+        losses = getattr(layer, "_losses", [])
+        others = [t for t in losses if getattr(t, "graph", None) is not graph]
+        if len(others) < len(losses):
+            # Nobody could read it, now or in later steps.
+            losses[:] = others
+            raise CaptureError(
+                f"{name!r} has a budget of its own, and in it layer {layer.name!r} adds a loss "
+                "(add_loss or activity_regularizer) that cannot leave the part: compute it outside "
+                "of the part, from what that returns, or leave out the decorator optckpt.budgeted"
+            )
 
 
 def handed_down() -> dict[str, Any]:
@@ -80,10 +96,12 @@ def noting_layers() -> Iterator[list[Any]]:
     class Noting(list):  # type: ignore[type-arg]
         # Each call of a layer opens a name scope of which the layer is the caller.
         def append(self, scope: Any) -> None:
-            layer = getattr(scope, "caller", None)
+            self.note(getattr(scope, "caller", None))
+            super().append(scope)
+
+        def note(self, layer: Any) -> None:
             if hasattr(layer, "trainable") and not any(layer is known for known in layers):
                 layers.append(layer)
-            super().append(scope)
 
     around = _get("name_scope_stack")
     _set("name_scope_stack", Noting(around or ()))
@@ -91,6 +109,9 @@ def noting_layers() -> Iterator[list[Any]]:
         yield layers
     finally:
         _set("name_scope_stack", around)
+        # This part may be inside of another.
+        for layer in layers if hasattr(around, "note") else ():
+            around.note(layer)
 
 
 def _get(attribute: str) -> Any:

@@ -291,3 +291,31 @@ class TestKeras:
         others = [v.value for v in mine.non_trainable_variables]
         with pytest.raises(CaptureError, match=r"'body' has a budget.*keras\.StatelessScope"):
             mine.stateless_call(values, others, SMALL)
+
+    @pytest.mark.parametrize("eagerly", [False, True])
+    @pytest.mark.parametrize("own", [False, True])
+    def test_losses_added_inside_are_refused(self, eagerly, own):
+        class Adding(Block):
+            def body(self, x):
+                x = super().body(x)
+                if own:
+                    self.add_loss(tf.reduce_mean(x))
+                return x
+
+        block = Adding(part_of)
+        block.inside[0].activity_regularizer = None if own else keras.regularizers.L2(0.1)
+        mine = keras.Sequential([keras.Input((64,)), block, keras.layers.Dense(1)])
+        mine.compile("sgd", "mse", run_eagerly=eagerly)
+        name = block.name if own else block.inside[0].name
+        for _ in range(2):
+            with pytest.raises(CaptureError, match=f"layer '{name}' adds a loss"):
+                mine.train_on_batch(SMALL, SMALL[:, :1])
+        assert not block.losses
+
+    def test_layers_of_a_part_in_a_part(self):
+        plain, mine = model(lambda fn: fn), model(part_of)
+        part = part_of(lambda x: mine(x, training=True))
+        for trainable in (True, False):
+            for m in (plain, mine):
+                m.layers[0].inside[1].trainable = trainable
+            tf.debugging.assert_near(part(SMALL), plain(SMALL, training=True))
