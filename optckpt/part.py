@@ -74,10 +74,13 @@ def budgeted(
     constant, and results may be None. Constants are compared by value (sets and the like also after
     they were changed in place), objects without one, as layers are, by identity; for one that can
     be neither hashed nor copied and compared, the function is traced and planned in each call.
+
     Gradients flow to its arguments and to the trainable variables it uses, those among its
-    arguments included; not to tensors it takes from the code around it. Second derivatives are
-    refused when they are taken (where TensorFlow finds that out only as a step runs, by a
-    tf.errors.InvalidArgumentError that says the same), and so is a
+    arguments included; not to tensors it takes from the code around it, nor to variables that are
+    not trainable, though a tape watches them (None). Where the loss depends on some of the results,
+    and these not on an argument or variable, its gradient is zeros, and not None. Second
+    derivatives are refused when they are taken (where TensorFlow finds that out only as a step
+    runs, by a tf.errors.InvalidArgumentError that says the same), and so is a
     `tf.autodiff.ForwardAccumulator`: the ways in for a whole step have both.
 
     Args:
