@@ -5,10 +5,11 @@ Tensors of the first half that the second reads are what is kept in between.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import record
 from tensorflow.python.framework import ops
@@ -16,7 +17,9 @@ from tensorflow.python.framework.auto_control_deps import op_is_stateful
 from tensorflow.python.ops import default_gradient, handle_data_util, resource_variable_ops
 
 from optckpt.backends.xla_guards import bar_xla
+from optckpt.costs.constants import Folder
 from optckpt.errors import CaptureError
+from optckpt.frontends.tf_ops import METADATA, SIMPLE_VIEWS
 from optckpt.step import is_pushed_forward
 
 
@@ -196,10 +199,12 @@ def cut(trace: Trace, name: str) -> Halves:
     earlier = set(forward_operations)
     roots += [op for op in index if _has_effect(op) and op not in first and op not in earlier]
     second = _closure(roots, set(first), index)
+    shapes = _known_shapes(second)
+    _move_shapes(first, second, shapes, index)
     # Constants are not worth keeping.
     captured = [inner for _, inner in trace.graph.captures]
     there = {id(t) for t in (*trace.arguments, *trace.slopes, *captured)}
-    read = {id(t): t for op in second for t in op.inputs if t.op in first}
+    read = {id(t): t for op in second if op not in shapes for t in op.inputs if t.op in first}
     read |= {id(t): t for t in gradients if t.op in first}
     constants = {t.op for t in read.values() if t.op.type == "Const"}
     kept = [t for t in read.values() if t.op not in constants and id(t) not in there]
@@ -216,6 +221,9 @@ def cut(trace: Trace, name: str) -> Halves:
 
     def backward(*given: tf.Tensor) -> list[tf.Tensor]:
         known = _inputs(after, given)
+        for op, values in shapes.items():
+            constants_of = zip(op.outputs, values, strict=True)
+            known.update((id(t), tf.constant(value)) for t, value in constants_of)
         _copy(rest, known, trace.graph)
         return [known[id(t)] for t in gradients]
 
@@ -226,6 +234,33 @@ def cut(trace: Trace, name: str) -> Halves:
         return made.get_concrete_function(*(tf.TensorSpec(t.shape, t.dtype) for t in inputs))
 
     return Halves(name, trace, function(forward, before), function(backward, after))
+
+
+def _known_shapes(operations: Iterable[tf.Operation]) -> dict[tf.Operation, list[np.ndarray]]:
+    """Those that look at shapes only, with the values of their outputs, if these are known."""
+    folder = Folder()
+    found = {}
+    for op in operations:
+        if op.type in METADATA:
+            values = [value for t in op.outputs if (value := folder.value(t)) is not None]
+            if len(values) == len(op.outputs):
+                found[op] = values
+    return found
+
+
+def _move_shapes(
+    first: dict[tf.Operation, None],
+    second: dict[tf.Operation, None],
+    known: Collection[tf.Operation],
+    index: Mapping[tf.Operation, int],
+) -> None:
+    """Move what looks at shapes of the first half there: it would have whole tensors kept."""
+    for op in [op for op in second if op.type in METADATA and op not in known]:
+        group = _closure([op], set(first), index)
+        if all(o.type in METADATA or o.type in SIMPLE_VIEWS for o in group):
+            first.update(group)
+            for o in group:
+                del second[o]
 
 
 def _closure(

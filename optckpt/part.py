@@ -24,6 +24,7 @@ from optckpt.budget import Budget
 from optckpt.config import Config
 from optckpt.errors import BudgetError, CaptureError, OptckptError
 from optckpt.frontends.tensorflow import Capture, capture
+from optckpt.frontends.tf_ops import is_call
 from optckpt.graph import TrainingGraph
 from optckpt.halves import Halves, Trace, call_halves, components, cut, is_differentiable
 from optckpt.part_plan import PartProblem
@@ -279,9 +280,9 @@ class _Part:
             shapes=of_inputs(trace.graph, settings),
         )
         graph = replace(pipeline.measure(found, settings), resident=found.graph.resident)
-        graph = _reading_once(found, graph)
         before = set(trace.graph.get_operations()[: trace.begin_backward])
         backward = frozenset(u for u, unit in enumerate(found.units) if not before.issuperset(unit))
+        graph = _reading_what_is_given(found, _reading_once(found, graph), backward)
         plan = self._planned(found, graph, backward)
         rewrite(found, plan.schedule)
         if request.on_plan is not None:
@@ -318,6 +319,20 @@ def _reading_once(found: Capture, graph: TrainingGraph) -> TrainingGraph:
         else op
         for op, unit in zip(graph.operations, found.units, strict=True)
     ]
+    return replace(graph, operations=tuple(operations))
+
+
+def _reading_what_is_given(
+    found: Capture, graph: TrainingGraph, backward: frozenset[int]
+) -> TrainingGraph:
+    """`graph` with reads of what calls of the backward pass are given and do not use: it is kept
+    for them."""
+    operations = list(graph.operations)
+    for u in backward:
+        op = operations[u]
+        given = found.buffers_of(t for o in found.units[u] if is_call(o) for t in o.inputs)
+        if not found.away[u]:
+            operations[u] = replace(op, reads=tuple(dict.fromkeys((*op.reads, *given))))
     return replace(graph, operations=tuple(operations))
 
 

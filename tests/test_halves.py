@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 import optckpt
+from optckpt import part as part_module
 from optckpt.errors import CaptureError
 from optckpt.schedule import Certificate, Schedule, Solution
 from optckpt.simulate import simulate
@@ -121,6 +122,45 @@ def gradient(fn, x, sources):
         return tape.gradient(loss, sources)
 
     return tf.function(step)(x)
+
+
+IMAGES = tf.reshape(X, (256, 8, 8, 16))
+
+
+def convolutions(x, kernels):
+    for kernel in kernels:
+        x = tf.tanh(tf.nn.conv2d(x, kernel, 1, "SAME")) * 1.5
+    return x
+
+
+@pytest.fixture
+def cuts(monkeypatch):
+    """All parts that are cut, in order."""
+    found = []
+    cut = part_module.cut
+    monkeypatch.setattr(part_module, "cut", lambda *a: found.append(cut(*a)) or found[-1])
+    return found
+
+
+def bytes_kept(halves):
+    kept = halves.forward.outputs[len(halves.trace.results) :]
+    return sum(t.dtype.size * t.shape.num_elements() for t in kept)
+
+
+@pytest.mark.parametrize("share", [0.6, 0.75])
+def test_nothing_is_kept_for_its_shape(share, cuts):
+    """The gradient of a convolution looks at the shape of its input."""
+    kernels = [tf.Variable(tf.reshape(w[:36], (3, 3, 16, 16))) for w in weights(8)]
+    plans = []
+    part = optckpt.budgeted(f"{share:.0%}", config=QUICK, on_plan=plans.append)(
+        lambda x: convolutions(x, kernels)
+    )
+    got = gradient(part, IMAGES, kernels)
+    same(got, gradient(lambda x: convolutions(x, kernels), IMAGES, kernels))
+    # The result and, when the backward pass begins, its slope and its gradient are there besides.
+    size = IMAGES.shape.num_elements() * 4
+    assert 0 < bytes_kept(cuts[-1]) <= plans[-1].budget - 3 * size
+    assert not any(op.type == "ShapeN" for op in cuts[-1].backward.graph.get_operations())
 
 
 @pytest.mark.parametrize("graph", [False, True])
