@@ -247,7 +247,7 @@ class _Part:
         results = [t if t.graph is graph else tf.identity(t) for t in results]
         begin = len(graph.get_operations())
         ys = [t for t in results if is_differentiable(t)]
-        slopes = [tf.compat.v1.placeholder(t.dtype, t.shape) for t in ys]
+        slopes = [tf.compat.v1.placeholder(t.dtype, t.shape, "slope") for t in ys]
         variables = list(tape.watched_variables())
         sources = [*given, *variables]
         gradients: list[Any] = [None] * len(sources)
@@ -277,7 +277,7 @@ class _Part:
             keep=[t for t in trace.results if not is_differentiable(t)],
             count_from=settings.memory.count_from,
             chain_from=settings.memory.chain_from,
-            shapes=of_inputs(trace.graph, settings),
+            shapes=of_inputs(trace.graph, settings, list(zip(trace.slopes, ys, strict=True))),
         )
         graph = replace(pipeline.measure(found, settings), resident=found.graph.resident)
         before = set(trace.graph.get_operations()[: trace.begin_backward])

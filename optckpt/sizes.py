@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -96,19 +96,38 @@ def are_given() -> bool:
         return any(scope.thread == here for scope in _scopes)
 
 
-def of_inputs(graph: tf.Graph, settings: Config) -> dict[int, tf.TensorShape]:
+def of_inputs(
+    graph: tf.Graph, settings: Config, like: Sequence[tuple[tf.Tensor, tf.Tensor]] = ()
+) -> dict[int, tf.TensorShape]:
     """Shapes of the inputs of `graph` that it does not know itself, as far as they are known.
 
     Returns {id(tensor): shape}, for `optckpt.frontends.tensorflow.capture`; empty if the graph
     knows the shapes of all its inputs.
+
+    Args:
+        like: (placeholder, tensor) pairs: placeholders that are no arguments, but have the shapes
+            of what is computed from these.
 
     Raises:
         ConfigError: if a declared size contradicts what the graph knows; names the input.
         CaptureError: if sizes do not go together.
     """
     # AutoGraph would convert all that is called while a function is traced.
-    find = tf.autograph.experimental.do_not_convert(_Inputs(settings).of)
-    found: dict[int, tf.TensorShape] = find(graph)
+    find = tf.autograph.experimental.do_not_convert(_of_inputs)
+    found: dict[int, tf.TensorShape] = find(graph, settings, like)
+    return found
+
+
+def _of_inputs(
+    graph: tf.Graph, settings: Config, like: Sequence[tuple[tf.Tensor, tf.Tensor]]
+) -> dict[int, tf.TensorShape]:
+    inputs = _Inputs(settings, {id(t) for t, _ in like})
+    found = dict(inputs.of(graph))
+    shapes = inputs.followed([other for t, other in like if _is_open(t)])
+    for t, other in like:
+        shape = shapes.get(id(other))
+        if shape is not None and shape.rank is not None and shape.as_list() != _dims(t):
+            found[id(t)] = shape
     return found
 
 
@@ -190,8 +209,10 @@ class _Call:
 class _Inputs:
     """Finds shapes of inputs; remembers what it has found of each graph."""
 
-    def __init__(self, settings: Config) -> None:
+    def __init__(self, settings: Config, others: Collection[int] = ()) -> None:
+        """`others`: id() of placeholders whose shapes are not to be found."""
         self._sizes = settings.sizes
+        self._others = others
         self._known: dict[int, dict[int, tf.TensorShape]] = {}
 
     def of(self, graph: tf.Graph) -> dict[int, tf.TensorShape]:
@@ -208,7 +229,7 @@ class _Inputs:
         for op in graph.get_operations():
             kind = op.type
             if kind in tf_ops.PLACEHOLDERS:
-                placeholders += op.outputs
+                placeholders += (t for t in op.outputs if id(t) not in self._others)
             elif kind in _ITERATORS or (kind in _BRANCHES and _returns_data(op)):
                 groups.append(list(op.outputs))
         sources = [t for t in (*placeholders, *(t for g in groups for t in g)) if _is_open(t)]
@@ -222,7 +243,7 @@ class _Inputs:
             for key, t in (captures | dict(call.arguments)).items()
             if hasattr(t, "graph") and t.graph is not graph
         }
-        followed = self._followed([outer[id(t)] for t in sources if id(t) in outer])
+        followed = self.followed([outer[id(t)] for t in sources if id(t) in outer])
         given = _given(graph, arguments, groups)
         found = {}
         for t in sources:
@@ -260,8 +281,8 @@ class _Inputs:
             return None
         return tf.TensorShape([self._sizes.batch, *([None] * (len(dims) - 1))])
 
-    def _followed(self, tensors: Sequence[tf.Tensor]) -> dict[int, tf.TensorShape]:
-        """Shapes of tensors of graphs around, as these would be planned."""
+    def followed(self, tensors: Sequence[tf.Tensor]) -> dict[int, tf.TensorShape]:
+        """Shapes of tensors of other graphs or the same, as these would be planned."""
         found = {id(t): t.shape for t in tensors}
         by_graph: dict[int, list[tf.Tensor]] = {}
         for t in tensors:

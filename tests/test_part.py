@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -268,6 +270,50 @@ class TestKeras:
         assert plans
         assert all(repeats(plan) > 0 for plan in plans)
         same([v.value for v in mine.variables], [v.value for v in plain.variables])
+
+
+class TestUnknownSizes:
+    """A part in a function of any batch size; see also `TestKeras`."""
+
+    ROWS, WIDTH = X.shape
+
+    @pytest.mark.parametrize("said", ["call", "elements", "inputs", "batch", "config"])
+    def test_planned_at_the_sizes_of_the_step(self, said):
+        sizes = {"batch": {"batch": self.ROWS}, "config": {"inputs": {"x": [self.ROWS, 64]}}}
+        config = QUICK.model_copy(update={"sizes": QUICK.sizes.model_validate(sizes.get(said, {}))})
+        at = {
+            "elements": lambda: optckpt.sizes.at([self.ROWS, 64]),
+            "inputs": lambda: optckpt.sizes.at(inputs={"x": [self.ROWS, 64]}),
+        }.get(said, contextlib.nullcontext)
+        ws = weights(6)
+        plans = []
+
+        # The result is of another size than the argument.
+        def network(x):
+            y = stack(x, ws)
+            return tf.concat([y, y[:, :32]], 1)
+
+        def step(fn):
+            def run(x):
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_mean(fn(x) ** 2)
+                return loss, tape.gradient(loss, ws)
+
+            return tf.function(run, input_signature=[tf.TensorSpec([None, 64], name="x")])
+
+        part = optckpt.budgeted("80%", config=config, on_plan=plans.append)(network)
+        mine, plain = step(part), step(tf.function(network))
+        first = X if said == "call" else X[:100]
+        with at():
+            same(mine(first), plain(first))
+        for rows in (X, X[:7]):
+            same(mine(rows), plain(rows))
+        known = []
+        tf.function(
+            optckpt.budgeted("80%", config=QUICK, on_plan=known.append)(network)
+        ).get_concrete_function(X)
+        assert repeats(plans[0]) > 0
+        assert plans[0].plain_peak == known[0].plain_peak
 
 
 class TestRefusals:
