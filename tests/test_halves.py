@@ -8,13 +8,13 @@ import weakref
 
 import pytest
 import tensorflow as tf
+from part_support import QUICK, X, same, stack, weights
 
 import optckpt
 from optckpt import part as part_module
 from optckpt.errors import CaptureError
 from optckpt.schedule import Certificate, Schedule, Solution
 from optckpt.simulate import simulate
-from tests.test_part import QUICK, X, same, stack, weights
 
 pytestmark = pytest.mark.usefixtures("grappler_off")
 

@@ -1,17 +1,15 @@
-"""What the results of a part depend on beside its tensors: what is around the call, and Keras."""
+"""What Keras adds to a part: `training`, masks, losses; and recomputation around it."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from part_support import QUICK, X, gradients_of, same, stack, weights
 
 import optckpt
 from optckpt.errors import CaptureError
-from tests.test_part import QUICK, X, gradients_of, same, stack, weights
 
 pytestmark = pytest.mark.usefixtures("grappler_off")
 
@@ -56,134 +54,6 @@ def test_a_function_without_results(graph):
     part = part_of(fn)
     assert (tf.function(part) if graph else part)(SMALL) is None
     assert count.numpy() == 64
-
-
-class Opaque:
-    """Neither hashed nor copied."""
-
-    __hash__ = None
-
-    def __init__(self, factor):
-        self.factor = factor
-
-    def __eq__(self, other):
-        return True
-
-    def __deepcopy__(self, memo):
-        raise TypeError
-
-
-@dataclass
-class Options:
-    factor: float
-
-
-class TestConstants:
-    """Arguments that are no tensors."""
-
-    @pytest.mark.parametrize(
-        ("value", "change", "factor", "traces"),
-        [
-            ({1}, lambda v: v.add(2), sum, 2),
-            (bytearray([1]), lambda v: v.append(2), sum, 2),
-            (Options(1.0), lambda v: setattr(v, "factor", 3.0), lambda v: v.factor, 2),
-            (Opaque(1.0), lambda v: setattr(v, "factor", 3.0), lambda v: v.factor, 3),
-        ],
-    )
-    def test_changed_in_place(self, value, change, factor, traces):
-        plans = []
-        part = optckpt.budgeted(strategy="store_all", config=QUICK, on_plan=plans.append)(
-            lambda x, v: tf.sin(x) * float(factor(v))
-        )
-        for _ in range(2):
-            same(part(SMALL, value), tf.sin(SMALL))
-        change(value)
-        same(part(SMALL, value), tf.sin(SMALL) * 3.0)
-        assert len(plans) == traces
-
-    def test_floats_that_are_equal_and_differ(self):
-        plans = []
-        part = optckpt.budgeted(strategy="store_all", config=QUICK, on_plan=plans.append)(
-            lambda x, v: tf.sin(x) + tf.atan2(tf.constant(v), -1.0)
-        )
-        first, second = (part(SMALL, v) for v in (0.0, -0.0))
-        tf.debugging.assert_near(first - second, tf.fill(SMALL.shape, 2 * np.pi))
-        for _ in range(2):
-            part(SMALL, float("nan"))
-        assert len(plans) == 3
-
-
-class TestLists:
-    """Their gradients would be lost."""
-
-    def array(self, dtype=tf.float32):
-        return tf.TensorArray(dtype, 2, clear_after_read=False).unstack(tf.zeros((2, 64), dtype))
-
-    @pytest.mark.parametrize("graph", [False, True])
-    def test_arrays_as_arguments(self, graph):
-        part = part_of(lambda x, arrays: x * arrays[0].read(0))
-
-        def run(x):
-            return part(x, [self.array()])
-
-        with pytest.raises(CaptureError, match=r"\[0\] of its argument 'arrays' is a TensorArray"):
-            (tf.function(run, autograph=False) if graph else run)(SMALL)
-
-    def test_arrays_of_the_function_around(self):
-        @tf.function(autograph=False)
-        def run(x):
-            array = self.array()
-            return part_of(lambda x: x * array.read(0))(x)
-
-        with pytest.raises(CaptureError, match=r"to which no gradient.*pass what it holds"):
-            run(SMALL)
-
-    @pytest.mark.parametrize("graph", [False, True])
-    @pytest.mark.parametrize("where", ["argument", "keyword", "result"])
-    def test_variants(self, graph, where):
-        def made(x):
-            return tf.raw_ops.TensorListFromTensor(tensor=x, element_shape=[64])
-
-        def row(handle):
-            return tf.raw_ops.TensorListGetItem(
-                input_handle=handle, index=0, element_shape=[64], element_dtype=tf.float32
-            )
-
-        part = part_of(made if where == "result" else lambda handle: row(handle))
-
-        def run(x):
-            if where == "result":
-                return row(part(x))
-            return part(made(x)) if where == "argument" else part(handle=made(x))
-
-        said = "returned" if where == "result" else "argument 'handle' is"
-        with pytest.raises(CaptureError, match=f"{said} a tensor of dtype variant"):
-            (tf.function(run, autograph=False) if graph else run)(SMALL)
-
-    def test_lists_without_gradients(self):
-        """And those that stay inside."""
-
-        def fn(x, handle):
-            at = tf.raw_ops.TensorListGetItem(
-                input_handle=handle,
-                index=1,
-                element_shape=tf.zeros((0,), tf.int32),
-                element_dtype=tf.int32,
-            )
-            array = tf.TensorArray(tf.float32, 2).write(0, tf.sin(x)).write(1, x)
-            return array.stack()[at] * x
-
-        def step(fn):
-            @tf.function(autograph=False)
-            def run(x):
-                handle = tf.raw_ops.TensorListFromTensor(
-                    tensor=[1, 0], element_shape=tf.zeros((0,), tf.int32)
-                )
-                return tf.gradients(fn(x, handle), x)
-
-            return run(SMALL)
-
-        same(step(part_of(fn)), step(tf.function(fn)))
 
 
 class Block(keras.layers.Layer):
