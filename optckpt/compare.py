@@ -16,19 +16,17 @@ from typing import Any
 
 import numpy as np
 
-from optckpt.allocator import Allocator
 from optckpt.budget import Budget
 from optckpt.config import Config, find_config
 from optckpt.errors import BudgetError, InfeasibleBudgetError, OptckptError
 from optckpt.graph import TrainingGraph
 from optckpt.interruption import interruption
-from optckpt.judge import plain_peak
-from optckpt.planner import make_plan, widest
-from optckpt.report.progress import describe
+from optckpt.planner import widest
 from optckpt.schedule import Plan
 from optckpt.solvers import registry
 from optckpt.solvers.floor import static_floor
 from optckpt.step_process import StepError, StepProcess
+from optckpt.traced import Traced, plan_of, sent, trace
 
 PLAIN = "plain"
 """The row of the step as tf.gradients makes it, to which the others are compared."""
@@ -141,27 +139,19 @@ def compare(
 
     with tempfile.TemporaryDirectory(prefix="optckpt-") as folder:
         work = Path(folder)
-        show("tracing the model")
-        sent = settings.model_dump(mode="json", exclude_unset=False)
-        with StepProcess(show) as process:
-            process.ask("load", config=sent)
-            graph_file, plain_file = work / "graph.json", work / "plain.json"
-            traced = process.ask("capture", path=str(graph_file), plain_path=str(plain_file))
-        graph, plain = TrainingGraph.load(graph_file), TrainingGraph.load(plain_file)
-        known = traced["allocator"]
-        allocator = None if known is None else Allocator.from_json(known)
-        peak = plain_peak(plain, allocator)
-        limit = int(traced["limit"]) if parsed is None else parsed.resolve(peak)
+        found = trace(settings, show)
+        graph, peak = found.graph, found.plain_peak
+        limit = found.budget(parsed)
         result = Comparison(
             model=settings.model.model_dump(mode="json"),
-            device=str(traced["device"]),
+            device=found.device,
             budget=limit,
             plain_peak=peak,
             floor=static_floor(widest(graph, settings.solver.repeat)).bytes,
             operations=len(graph.operations),
             plain_seconds=None,
-            trace_seconds=float(traced["trace_seconds"]),
-            cost_seconds=float(traced["cost_seconds"]),
+            trace_seconds=found.trace_seconds,
+            cost_seconds=found.cost_seconds,
             rows=(),
             graph=graph,
         )
@@ -180,7 +170,7 @@ def compare(
         try:
             for name in names:
                 with interruption() as pressed:
-                    row, plan = _plan(graph, limit, name, settings, allocator, show)
+                    row, plan = _plan(found, limit, name, settings, show)
                 rows.append(row)
                 if plan is not None:
                     plans[name] = plan
@@ -188,7 +178,7 @@ def compare(
                 if pressed():
                     raise KeyboardInterrupt
             if measure:
-                seconds = _measure(rows, plans, settings, sent, work, show)
+                seconds = _measure(rows, plans, settings, sent(settings), work, show)
         except KeyboardInterrupt:
             interrupted = True
     rows = [_judged(row, limit) for row in _with_gaps(rows, plans, graph)]
@@ -198,29 +188,15 @@ def compare(
 
 
 def _plan(
-    graph: TrainingGraph,
+    found: Traced,
     limit: int,
     name: str,
     settings: Config,
-    allocator: Allocator | None,
     show: Callable[[str], None],
 ) -> tuple[Row, Plan | None]:
-    show(f"{name}: planning {len(graph.operations)} operations")
-    options = replace(
-        settings.solve_options(), progress=lambda state: show(f"{name}: {describe(state)}")
-    )
     begin = time.perf_counter()
     try:
-        plan = make_plan(
-            graph,
-            limit,
-            name,
-            options,
-            margin=settings.memory.margin,
-            allocator=allocator,
-            reorder=settings.solver.order == "auto",
-            repeat=settings.solver.repeat,
-        )
+        plan = plan_of(found, settings, Budget(bytes=limit), strategy=name, show=show)
     except InfeasibleBudgetError as e:
         return _no_plan(name, "infeasible", str(e), begin), None
     except BudgetError as e:
@@ -232,7 +208,7 @@ def _plan(
         plan.certificate.status,
         predicted_peak=plan.predicted_peak,
         predicted_overhead=plan.overhead,
-        re_executions=len(plan.schedule) - len(graph.operations),
+        re_executions=len(plan.schedule) - len(found.graph.operations),
         plan_seconds=time.perf_counter() - begin,
     )
     return row, plan

@@ -387,7 +387,10 @@ class Config(Section):
     plans: PlansConfig = Field(default_factory=PlansConfig, description="Plans that are kept.")
     model: AnyModelParams = Field(
         default_factory=ResnetCifar10,
-        description="The reference network that `optckpt compare` trains: its name and parameters.",
+        description=(
+            "What the command line trains: a reference network, by its name and parameters, or a "
+            "function of your own, module:function, that returns a compiled keras.Model or a step."
+        ),
     )
     compare: CompareConfig = Field(
         default_factory=CompareConfig, description="The comparison of strategies."

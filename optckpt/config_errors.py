@@ -9,7 +9,7 @@ from typing import Any, get_args
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
-from optckpt.models.params import AnyModelParams
+from optckpt.models.params import USER, AnyModelParams
 from optckpt.registry import suggest
 from optckpt.yaml_lines import KeyPath, kind_of
 
@@ -23,7 +23,9 @@ def explain(
     """
     path: KeyPath = tuple(error["loc"])
     model = data.get("model")
-    name = model.get("name") if isinstance(model, dict) else None
+    name = None
+    if isinstance(model, dict):
+        name = USER if USER in model else model.get("name")
     if path[:1] == ("model",) and len(path) > 1 and path[1] == name:
         path = ("model", *path[2:])  # pydantic inserts the name of the chosen class
     kind = error["type"]
@@ -34,7 +36,7 @@ def explain(
     if kind == "union_tag_invalid":
         return (*path, "name"), f"unknown model {name!r}; {suggest(str(name), _model_names())}"
     if kind == "union_tag_not_found":
-        return path, f"needs a name, one of {', '.join(_model_names())}"
+        return path, f"needs a function, or a name, one of {', '.join(_model_names())}"
     if kind in ("value_error", "assertion_error"):
         return path, str(context.get("error", error["msg"]))
     if kind in ("model_type", "model_attributes_type", "dict_type"):
@@ -55,18 +57,18 @@ def _keys(schema: type[BaseModel], path: KeyPath, model_name: Any) -> list[str]:
     if not path:
         return list(schema.model_fields)
     if path == ("model",):
-        for cls in _model_classes():
-            if cls.model_fields["name"].default == model_name:
+        for tag, cls in _model_classes().items():
+            if tag == model_name:
                 return list(cls.model_fields)
     field = schema.model_fields.get(str(path[0]))
     section: Any = field.annotation if field and len(path) == 1 else None
     return list(getattr(section, "model_fields", ()))
 
 
-def _model_classes() -> tuple[type[BaseModel], ...]:
-    union = get_args(AnyModelParams)[0]
-    return tuple(get_args(union))
+def _model_classes() -> dict[str, type[BaseModel]]:
+    pairs = (get_args(tagged) for tagged in get_args(get_args(AnyModelParams)[0]))
+    return {tag.tag: cls for cls, tag in pairs}
 
 
 def _model_names() -> list[str]:
-    return [str(c.model_fields["name"].default) for c in _model_classes()]
+    return [name for name in _model_classes() if name != USER]

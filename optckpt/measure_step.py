@@ -13,7 +13,6 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -25,43 +24,33 @@ logger = logging.getLogger("optckpt.measure_step")
 PEAK_STEPS = 3
 """Steps over which the highest peak is taken."""
 TRAINED_STEPS = 2
-"""Steps whose gradients are recorded; the weights are updated in between."""
-LEARNING_RATE = 1e-3
+"""Steps whose results are recorded; the variables are updated in between."""
 
 
 class _Session:
-    """The model, and the step as it was traced."""
+    """The workload, and its step as it was traced."""
 
     def __init__(self) -> None:
         import tensorflow as tf
 
         self.tf = tf
         self.config = Config()
-        self.model: Any = None
+        self.work: Any = None
         self.function: Any = None
         self.device = "GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0"
 
     def load(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Create the model's variables and its batch."""
-        from optckpt import models
+        """Create the variables and the batch."""
+        from optckpt import workload
 
         self.config = parse_config(config)
-        self.model = models.build(self.config.model)
-        return {}
+        self.work = workload.load(self.config)
+        return {"name": self.work.name}
 
     def build(self, plan: str | None) -> dict[str, Any]:
-        """Trace the step under the plan in this file, or as tf.gradients makes it (None)."""
-        compute: Callable[[Any, Any], Any]
-        if plan is None:
-            compute = self.tf.gradients
-        else:
-            from optckpt import gradients
-
-            def compute(ys: Any, xs: Any) -> Any:
-                return gradients(ys, xs, plan=plan, config=self.config)
-
+        """Trace the step under the plan in this file, or as TensorFlow makes it (None)."""
         begin = time.perf_counter()
-        self.function = self._traced(compute)
+        self.function = self.work.traced(plan, self.config)
         return {"seconds": time.perf_counter() - begin}
 
     def capture(self, path: str, plain_path: str) -> dict[str, Any]:
@@ -71,21 +60,12 @@ class _Session:
         """
         from optckpt import device
         from optckpt.pipeline import allocator_of, measure
-        from optckpt.step import capture_gradients
-
-        seen: list[Any] = []
-
-        def compute(ys: Any, xs: Any) -> Any:
-            result = self.tf.gradients(ys, xs)
-            seen.append(capture_gradients(ys, result, self.config))
-            return result
 
         begin = time.perf_counter()
-        self._traced(compute)
+        found = self.work.captured(self.config)
         traced = time.perf_counter()
-        found = seen[0]
         graph = measure(found, self.config, progress=_report_costs)
-        graph = replace(graph, name=self.model.name)
+        graph = replace(graph, name=self.work.name)
         graph.save(path)
         found.plain(graph).save(plain_path)
         allocator = allocator_of(found)
@@ -113,36 +93,18 @@ class _Session:
         return {"peak": max(peaks) or None}
 
     def gradients(self, path: str) -> dict[str, Any]:
-        """Train some steps and write their losses and gradients, and the state, as .npz.
+        """Train some steps and write what they give, and the state at the end, as .npz.
 
         Without the graph optimiser, whose fusions depend on the graph and move the last bits.
         """
         import numpy as np
 
-        tf = self.tf
-        kept: dict[str, Any] = {}
-        tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
+        options = self.tf.config.optimizer
+        options.set_experimental_options({"disable_meta_optimizer": True})
         try:
-            for step in range(TRAINED_STEPS):
-                loss, gradients = self.function(*self.model.inputs)
-                kept[f"{step}/loss"] = loss.numpy()
-                for i, (variable, value) in enumerate(
-                    zip(self.model.variables, gradients, strict=True)
-                ):
-                    if value is None:
-                        continue
-                    for j, part in enumerate(tf.nest.flatten(value, expand_composites=True)):
-                        kept[f"{step}/gradient{i}.{j}"] = part.numpy()
-                    if isinstance(value, tf.IndexedSlices):
-                        # TensorFlow's scatter adds rows of one index in no fixed order.
-                        dense = np.zeros(variable.shape, variable.dtype.as_numpy_dtype)
-                        np.add.at(dense, value.indices.numpy(), value.values.numpy())
-                        value = dense
-                    variable.assign_sub(LEARNING_RATE * value)
+            kept = self.work.record(self.function, TRAINED_STEPS)
         finally:
-            tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": False})
-        for i, variable in enumerate(self.model.state):
-            kept[f"state{i}"] = variable.numpy()
+            options.set_experimental_options({"disable_meta_optimizer": False})
         np.savez(path, **kept)
         return {"arrays": len(kept)}
 
@@ -153,20 +115,9 @@ class _Session:
             self._run()
         return {"seconds": time.perf_counter() - begin}
 
-    def _traced(self, compute: Callable[[Any, Any], Any]) -> Any:
-        model = self.model
-
-        def step(*inputs: Any) -> Any:
-            loss = model.loss(*inputs)
-            return loss, compute(loss, list(model.variables))
-
-        function = self.tf.function(step, autograph=False)
-        function.get_concrete_function(*model.inputs)
-        return function
-
     def _run(self) -> None:
         # Fetching the loss waits for it; results die here, so that the next step starts clean.
-        result = self.function(*self.model.inputs)
+        result = self.function(*self.work.inputs)
         for part in self.tf.nest.flatten(result, expand_composites=True)[:1]:
             part.numpy()
 
@@ -180,11 +131,18 @@ def _reply(message: dict[str, Any]) -> None:
     _channel.flush()
 
 
+def _told(error: Exception) -> str:
+    """The line that says what was too large, else the first that says something."""
+    lines = [line.strip() for line in str(error).split("\n")]
+    lines = [line for line in lines if line and line != "Graph execution error:"]
+    return next((line for line in lines if "OOM" in line), lines[0] if lines else "no memory left")
+
+
 def _answer(session: _Session, request: dict[str, Any]) -> dict[str, Any]:
     try:
         return {"done": getattr(session, request.pop("do"))(**request)}
     except session.tf.errors.ResourceExhaustedError as e:
-        return {"error": "out of memory", "message": str(e).split("\n")[0]}
+        return {"error": "out of memory", "message": _told(e)}
     except OptckptError as e:
         return {"error": "refused", "message": str(e)}
     except Exception as e:

@@ -100,6 +100,8 @@ class WholeStep:
     """Whether gradients were taken within a tf.autodiff.ForwardAccumulator."""
     elsewhere: list[str] = field(default_factory=list)
     """Functions beside `graph`, called from it, in which gradients were taken."""
+    look: Callable[[Capture], None] | None = None
+    """Told what was captured; nothing is planned then."""
     creates: bool = False
     """Whether variables were created: tf.function throws such a trace away and traces again."""
 
@@ -159,6 +161,22 @@ def whole_step(
         plan=plan,
         on_plan=on_plan,
     )
+    with _open_step(request) as step:
+        yield step
+
+
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+@contextmanager
+def seen_step(settings: Config, look: Callable[[Capture], None]) -> Iterator[WholeStep]:
+    """As `whole_step`, but nothing is planned: `look` is called with what was captured."""
+    with _open_step(Request.of(config=settings), look) as step:
+        yield step
+
+
+@contextmanager
+def _open_step(
+    request: Request, look: Callable[[Capture], None] | None = None
+) -> Iterator[WholeStep]:
     thread = threading.get_ident() if in_replica() else None
     graph = tf.compat.v1.get_default_graph()
     if not getattr(graph, "building_function", False):
@@ -170,7 +188,7 @@ def whole_step(
     if outer is not None:
         yield outer
         return
-    step = WholeStep(request, graph, thread, len(graph.get_operations()))
+    step = WholeStep(request, graph, thread, len(graph.get_operations()), look=look)
 
     def noted(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
         variable = next_creator(**kwargs)
@@ -228,7 +246,10 @@ def _finish(step: WholeStep) -> None:
         )
         return found
 
-    apply_on_devices(captured, step.request, own)
+    if step.look is not None:
+        step.look(captured(own))
+    else:
+        apply_on_devices(captured, step.request, own)
 
 
 def _effects(step: WholeStep) -> list[tf.Operation]:

@@ -190,7 +190,10 @@ def test_dumped_configuration_reads_back():
             "compare:\n  strategies: optimal\n",
             "x.yaml:2: compare.strategies: expected a list, got the text 'optimal'",
         ),
-        ("model:\n  blocks: 3\n", "x.yaml:1: model: needs a name, one of resnet_cifar10, "),
+        (
+            "model:\n  blocks: 3\n",
+            "x.yaml:1: model: needs a function, or a name, one of resnet_cifar10, ",
+        ),
         (
             "model:\n  name: unet\n  image_size: 60\n",
             "x.yaml:1: model: image_size 60 cannot be halved 4 times; choose a multiple of 16",

@@ -5,7 +5,15 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from optckpt.models.params import Gpt, MobilenetV2, ModelParams, ResnetCifar10, Unet, Vgg16
+from optckpt.models.params import (
+    Gpt,
+    MobilenetV2,
+    ModelParams,
+    ResnetCifar10,
+    Unet,
+    UserModel,
+    Vgg16,
+)
 
 if TYPE_CHECKING:
     from optckpt.models.layers import Step
@@ -26,6 +34,7 @@ __all__ = [
     "ModelParams",
     "ResnetCifar10",
     "Unet",
+    "UserModel",
     "Vgg16",
     "build",
 ]

@@ -1,13 +1,22 @@
-"""Parameters of the reference networks, as they stand in a configuration file.
+"""What is trained, as it stands in a configuration file: a reference network or a function.
 
 Framework-free: reading a configuration does not load TensorFlow.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import re
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    model_validator,
+)
 
 
 class ModelParams(BaseModel):
@@ -122,7 +131,59 @@ class MobilenetV2(ModelParams):
     classes: int = Field(default=10, ge=2, description="Number of classes.")
 
 
+FUNCTION = re.compile(r"(?P<module>[^:]*[^:.\s]):(?P<function>[A-Za-z_][\w.]*)")
+"""How a function of the user's own is named: package.module:function, or file.py:function."""
+
+
+def _check_function(value: Any) -> Any:
+    if not isinstance(value, str) or not FUNCTION.fullmatch(value):
+        raise ValueError(
+            f'expected "module:function" or "file.py:function", got {value!r}; the function is to '
+            "return a compiled keras.Model, (model, batch) or (step, inputs)"
+        )
+    return value
+
+
+class UserModel(ModelParams):
+    """A model or a step of the user's own; see `optckpt.workload` for what the function returns."""
+
+    function: Annotated[str, BeforeValidator(_check_function)] = Field(
+        description="Called to make the model or the step: module:function or file.py:function."
+    )
+    arguments: dict[str, Any] = Field(
+        default={}, description="Keyword arguments that the function is called with."
+    )
+    batch_size: int = Field(
+        default=32,
+        ge=1,
+        description=(
+            "Examples per training step: the function's argument batch_size, if it has one, and "
+            "the size of the batch that is made for a model without one."
+        ),
+    )
+
+    @property
+    def name(self) -> str:
+        """The function's name."""
+        return self.function.rpartition(":")[2]
+
+
+def _tag(value: Any) -> Any:
+    if isinstance(value, dict):
+        return USER if "function" in value else value.get("name")
+    return USER if isinstance(value, UserModel) else getattr(value, "name", None)
+
+
+USER = "function"
+"""Stands for `UserModel` among the names of the reference networks."""
+
 AnyModelParams = Annotated[
-    ResnetCifar10 | Vgg16 | Unet | Gpt | MobilenetV2, Field(discriminator="name")
+    Annotated[ResnetCifar10, Tag("resnet_cifar10")]
+    | Annotated[Vgg16, Tag("vgg16")]
+    | Annotated[Unet, Tag("unet")]
+    | Annotated[Gpt, Tag("gpt")]
+    | Annotated[MobilenetV2, Tag("mobilenetv2")]
+    | Annotated[UserModel, Tag(USER)],
+    Discriminator(_tag),
 ]
-"""The parameters of one of the reference networks, told apart by `name`."""
+"""What is trained: one of the reference networks, told apart by `name`, or a function."""
