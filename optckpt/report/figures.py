@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from optckpt.graph import TrainingGraph
 from optckpt.schedule import Schedule
 from optckpt.simulate import simulate
+from optckpt.solvers.frontier import Frontier
 
 # Okabe and Ito's palette, which people with any colour vision can tell apart; yellow is left out
 # (too pale on white).
@@ -82,6 +83,58 @@ def memory_figure(
     if title:
         axes.set_title(title, loc="left", fontsize=11)
     figure.legend(loc="outside lower center", ncols=2, fontsize=8.5, frameon=False)
+    _save(figure, path)
+
+
+def frontier_figure(curve: Frontier, path: Path, *, title: str = "") -> None:
+    """Draw the extra time (%) over the peak (MiB) of each point, with its bound, as a PNG."""
+    figure = Figure(figsize=(7.5, 4.5), dpi=140, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    peaks = [p.peak / 2**20 for p in curve.points]
+    cost = [100 * p.overhead for p in curve.points]
+    axes.fill_between(
+        [p.budget / 2**20 for p in curve.points],
+        [100 * p.bound for p in curve.points],
+        cost,
+        color=_HIGHLIGHT_COLOUR,
+        alpha=0.15,
+        linewidth=0,
+        label="not ruled out: between the proven bound and the best found",
+    )
+    axes.plot(
+        peaks, cost, color=_HIGHLIGHT_COLOUR, marker="o", markersize=4, label="best schedule found"
+    )
+    knee = curve.knee
+    if len(curve.points) > 2:
+        axes.annotate(
+            f"knee: {knee.peak / 2**20:.0f} MiB, +{100 * knee.overhead:.1f} %",
+            (knee.peak / 2**20, 100 * knee.overhead),
+            xytext=(14, 16),
+            textcoords="offset points",
+            arrowprops={"arrowstyle": "-", "color": "#444444"},
+        )
+    if curve.floor is not None:
+        axes.axvline(
+            curve.floor.bound / 2**20,
+            color="#444444",
+            linestyle=(0, (5, 2)),
+            linewidth=1.2,
+            label=f"proven floor: {curve.floor.bound / 2**20:.0f} MiB",
+        )
+    axes.set_xlabel("peak of live tensors, MiB (resident included)")
+    axes.set_ylabel("extra time, % of the plain step")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.25, linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    if title:
+        axes.set_title(f"{title}: what less memory costs", loc="left", fontsize=11)
+    axes.legend(fontsize=8.5, frameon=False)
+    _save(figure, path)
+
+
+def _save(figure: Figure, path: Path) -> None:
+    """Write the picture, whole or not at all."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         figure.savefig(partial, format="png")

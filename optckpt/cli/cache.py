@@ -13,7 +13,7 @@ import typer
 from rich.table import Table
 
 from optckpt.budget import format_bytes
-from optckpt.cli_answers import JsonOption, mistakes, output
+from optckpt.cli.answers import JsonOption, mistakes, output
 from optckpt.costs.cache import FILE_NAME, cache_folder
 from optckpt.errors import OptckptError
 from optckpt.plan_cache import PlanFile, clear_plans, plan_files, plan_folder

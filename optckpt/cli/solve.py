@@ -1,21 +1,10 @@
-"""The command line: `optckpt solve`, `optckpt compare` and `optckpt cache`.
-
-Exit codes: 0 done; 2 a mistake of the user's, or a budget that no schedule was found for (one
-line on stderr says which); 130 interrupted, with the best result so far printed if there is one.
-With --json, one object is printed in any case: the result, or {"error": the line, "kind": its
-class}.
-"""
+"""`optckpt solve`: the solver alone, on a graph in a file."""
 
 from __future__ import annotations
 
-import io
 import json
 import os
-import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, cast, get_args
@@ -23,104 +12,20 @@ from typing import Annotated, Any, cast, get_args
 import typer
 from rich.console import Console
 
-import optckpt
-from optckpt import cli_cache
 from optckpt.budget import Budget, format_bytes
-from optckpt.cli_answers import (
-    DONE,
-    INTERRUPTED,
-    MISTAKE,
-    JsonOption,
-    complain,
-    fail,
-    mistakes,
-    output,
-)
+from optckpt.cli.answers import DONE, INTERRUPTED, MISTAKE, JsonOption, complain, mistakes, output
+from optckpt.cli.options import BudgetOption, TimeLimitOption, check_strategy, seconds_of
 from optckpt.errors import OptckptError
 from optckpt.graph import TrainingGraph, write_text
 from optckpt.interruption import interruption
 from optckpt.planner import advice_when_stopped, covering, which_schedules, widest
-from optckpt.report import files, progress, table
+from optckpt.report import progress, table
 from optckpt.schedule import Certificate, Plan, Repeats, Schedule
 from optckpt.simulate import simulate
 from optckpt.solvers import registry
 from optckpt.solvers.floor import proven_floor
 
-# typer names the subclass only; its base lies in another package, depending on the version.
-UsageError = cast(type[typer.BadParameter], typer.BadParameter.__bases__[0])
 
-app = typer.Typer(
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="Train under a memory budget: what to keep and what to compute again, at the least cost.",
-)
-
-
-app.add_typer(cli_cache.app, name="cache")
-
-
-def main() -> None:
-    """Run the command line; ends the process."""
-    arguments = sys.argv[1:] or ["--help"]
-    as_json = "--json" in arguments
-    for stream in (sys.stdout, sys.stderr):
-        # Names of files and operations may hold what the terminal's encoding does not.
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
-    try:
-        try:
-            code = app(arguments, prog_name="optckpt", standalone_mode=False)
-        except UsageError as e:
-            command = "optckpt" if e.ctx is None else e.ctx.command_path
-            message = e.format_message().rstrip(".").replace("\n", " ")
-            code = fail(f"{message}; see {command} --help", "UsageError", as_json)
-        except (KeyboardInterrupt, typer.Abort):
-            # Before or after the command itself, which answers Ctrl-C on its own.
-            fail("interrupted", "KeyboardInterrupt", as_json)
-            code = INTERRUPTED
-        if sys.stdout is not None:
-            sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader of our output has gone; a second failure while Python flushes helps no one.
-        _drop_output()
-        code = 1
-    except OSError as e:
-        _drop_output()
-        code = fail(f"{e.strerror or e}" + (f": {e.filename}" if e.filename else ""), "OSError")
-    raise SystemExit(code or DONE)
-
-
-def _drop_output() -> None:
-    if sys.stdout is not None:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"optckpt {optckpt.__version__}")
-        raise typer.Exit(DONE)
-
-
-@app.callback()
-def _global_options(
-    version: Annotated[
-        bool,
-        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
-    ] = False,
-) -> None:
-    pass
-
-
-BudgetOption = Annotated[
-    str, typer.Option("--budget", metavar="B", help='Bytes, "6GiB", or "80%" of the plain peak.')
-]
-TimeLimitOption = Annotated[
-    str | None,
-    typer.Option("--time-limit", metavar="SECONDS", help="Wall time for one solve."),
-]
-
-
-@app.command()
 def solve(
     graph: Annotated[
         str,
@@ -163,8 +68,8 @@ def solve(
 ) -> None:
     """Find the cheapest schedule of a graph within a budget."""
     with mistakes(as_json) as answer:
-        _check_strategy(strategy)
-        seconds = _seconds(time_limit)
+        check_strategy(strategy)
+        seconds = seconds_of(time_limit)
         limits = registry.SolveOptions(order=cast(registry.Order, order))
         if repeat not in get_args(Repeats):
             raise OptckptError(f"--repeat must be 'forward' or 'all', got {repeat!r}")
@@ -188,113 +93,6 @@ def solve(
         if code:
             complain(_failure(problem, result, code, repeats, parsed, barred))
             raise typer.Exit(code)
-
-
-@app.command()
-def compare(
-    config: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="CONFIG",
-            help="A YAML file; without it, $OPTCKPT_CONFIG, ./optckpt.yaml or the defaults.",
-        ),
-    ] = None,
-    budget: Annotated[
-        str | None,
-        typer.Option("--budget", metavar="B", help="Instead of the configuration's budget."),
-    ] = None,
-    strategies: Annotated[
-        str | None,
-        typer.Option("--strategies", metavar="A,B,C", help="Instead of the configuration's."),
-    ] = None,
-    no_measure: Annotated[
-        bool, typer.Option("--no-measure", help="Predict only; run nothing but the costs.")
-    ] = False,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="DIR", help="Folder for what is written: out/CONFIG."),
-    ] = None,
-    as_json: JsonOption = False,
-    time_limit: TimeLimitOption = None,
-) -> None:
-    """Plan a reference network with several strategies, run each, and tell them apart.
-
-    Prints a table, and writes it (comparison.json), the memory over the step (memory.png), the
-    training graph and the plans.
-    """
-    from optckpt.compare import compare as run
-    from optckpt.config import find_config
-
-    with mistakes(as_json) as answer:
-        settings = find_config(config)
-        names = None if strategies is None else _names(strategies)
-        seconds = _seconds(time_limit)
-        parsed = None if budget is None else Budget.parse(budget)
-        path = out or Path("out") / (config.stem if config else settings.model.name)
-        with _folder(path) as folder, progress.status_line(Console(stderr=True)) as show:
-            result = run(
-                settings, parsed, names, measure=not no_measure, time_limit=seconds, show=show
-            )
-            show("writing the report")
-            try:
-                written = files.write_comparison(result, folder)
-                failed = None
-            except OSError as e:
-                written, failed = [], f"cannot write into {folder}: {e.strerror or e}"
-        if as_json:
-            answer(result.to_json())
-        else:
-            console = output()
-            console.print(table.comparison_table(result))
-            for line in table.remarks(result):
-                console.print(line, style="yellow", markup=False, highlight=False)
-            if written:
-                paths = ", ".join(map(str, written))
-                console.print(f"written: {paths}", markup=False, highlight=False)
-        if failed is not None:
-            raise OptckptError(failed)
-        if result.interrupted:
-            complain("interrupted; what was found so far is printed")
-            raise typer.Exit(INTERRUPTED)
-        if result.infeasible is not None:
-            complain(result.infeasible)
-            raise typer.Exit(MISTAKE)
-
-
-def _names(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    if not names:
-        raise OptckptError("--strategies names no strategy; give one or more, joined by commas")
-    for name in names:
-        _check_strategy(name)
-    return names
-
-
-def _check_strategy(name: str) -> None:
-    """Refuse a strategy that is unknown, or that nobody can use from here."""
-    registry.get(name)
-    if name == "explicit":
-        raise OptckptError(
-            "strategy 'explicit' is for Python, where SolveOptions(checkpoints=...) names the "
-            "buffers to keep: use another strategy on the command line"
-        )
-
-
-@contextmanager
-def _folder(path: Path) -> Iterator[Path]:
-    """A folder that can be written into; if nothing was, what was created for it is gone again."""
-    created = [p for p in (path, *path.parents) if not p.exists()]
-    try:
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=path).close()
-        except OSError as e:
-            raise OptckptError(f"cannot write into {path}: {e.strerror or e}") from None
-        yield path
-    finally:
-        for folder in created:
-            with suppress(OSError):
-                folder.rmdir()
 
 
 def _check_target(path: Path, graph: str) -> None:
@@ -446,16 +244,3 @@ def _load_graph(path: str) -> TrainingGraph:
     from optckpt.frontends.nodelink import load_any
 
     return load_any(path)
-
-
-def _seconds(time_limit: str | None) -> float | None:
-    if time_limit is None:
-        return None
-    try:
-        return registry.SolveOptions(float(time_limit)).time_limit
-    except ValueError:
-        raise OptckptError(
-            f"--time-limit must be a number of seconds, got {time_limit!r}"
-        ) from None
-    except OptckptError as e:
-        raise OptckptError(str(e).replace("time_limit", "--time-limit", 1)) from None
