@@ -155,7 +155,7 @@ WRONG: list[tuple[str, Callable[[Setting], Any], type[OptckptError], str]] = [
         "budgeted with a structure",
         lambda s: optckpt.budgeted("90%", config=QUICK)(s.loss)(tf.ragged.constant([[1.0]])),
         CaptureError,
-        "given a RaggedTensor: pass the tensors",
+        "its argument 'x' is a RaggedTensor: pass the tensors",
     ),
 ]
 

@@ -590,6 +590,7 @@ def test_a_repeated_gradient_of_batch_normalisation_holds_no_reserve_space() -> 
         assert op.inputs[5].shape.num_elements() == 0
 
 
+@pytest.mark.fresh_process
 @pytest.mark.parametrize("optimizer", [False, True], ids=["as traced", "optimized"])
 def test_backward_operations_executed_again_lower_the_measured_peak(optimizer: bool) -> None:
     model, xs = gated(1024)

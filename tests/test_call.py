@@ -137,6 +137,7 @@ def gated(x: tf.Tensor, ws: list) -> tf.Tensor:
 
 
 @pytest.mark.usefixtures("grappler_off")
+@pytest.mark.fresh_process
 def test_a_budget_that_only_repeated_backward_operations_meet():
     rng = np.random.default_rng(2)
     shapes = [(64, 2048)] * 3 + [(2048, 64)]

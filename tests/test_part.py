@@ -126,6 +126,7 @@ class TestValues:
         same((loss, grads), network(tf.function(fn)))
 
 
+@pytest.mark.fresh_process
 class TestMemory:
     def test_what_it_keeps_and_needs(self):
         ws = weights(12)
